@@ -1,0 +1,58 @@
+# Every command a user or CI needs. `make serve` and `make test` do all their own set-up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TORCH  ?= torch==2.13.0   # the CPU build; set TORCH=torch on a GPU machine with its own build
+
+.PHONY: serve demo test test-long lint types unit integration bench clean
+
+serve: $(VENV)/.installed
+	@$(BIN)/bouquet up --foreground $(if $(PORT),--set gateway.port=$(PORT))
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m bench.demo $(if $(PORT),--port $(PORT))
+
+test: lint types unit integration
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/pytest -q --ignore=tests/integration
+
+integration: $(VENV)/.test
+	$(BIN)/pytest -q tests/integration
+
+test-long: $(VENV)/.test
+	$(BIN)/pytest -q -m long
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m bench.micro.overhead
+	$(BIN)/python -m bench.run embeddings --peer sentence-transformers --peer onnxruntime
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: named alone, pip takes the CPU build instead of gigabytes of CUDA
+$(VENV)/.torch: $(VENV)/bin/python
+	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[test,bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .run
