@@ -1,0 +1,1 @@
+"""What Bouquet's processes say to each other: messages, codecs, sockets and the shared-memory step ring."""

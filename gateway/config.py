@@ -1,0 +1,20 @@
+"""Settings of one gateway process. Composed into the service's configuration by services/config.py."""
+
+from msgspec import Struct
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8080
+    num_gateways: int = 2
+    max_body_bytes: int = 32 << 20
+    max_items: int = 2048  # texts, documents or pairs in one request
+    max_request_tokens: int = 300_000
+    max_concurrent_requests: int = 1024  # taken before tokenising; beyond: 429
+    max_chunk_tokens: int = 16_384  # a larger request is split
+    timeout_ms: int = 60_000  # deadline when the client names none (X-Timeout-Ms)
+    replica_wait_ms: int = 10_000  # how long a request may wait for a replica that is coming back
+    header_timeout_ms: int = 10_000
+    body_timeout_ms: int = 30_000
+    drain_timeout_ms: int = 20_000
+    num_tokenizer_threads: int = 2

@@ -1,0 +1,65 @@
+"""Every path and endpoint, from (run_dir, replica, rank). The one place where a name of a file is made up."""
+
+import re
+from pathlib import Path
+
+MAX_SOCKET_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) less the final zero
+
+
+class AddressError(ValueError):
+    """A path that cannot be a Unix socket; the text says what to shorten."""
+
+
+def replica_id(model: str, index: int) -> str:
+    """The name of a replica: `all-minilm-l6-v2/0`."""
+    return f"{model}/{index}"
+
+
+def replica_dir(run_dir: Path, replica: str) -> Path:
+    """Where a replica's sockets lie; `replica` is a replica_id."""
+    slug = re.sub(r"[^A-Za-z0-9._-]", "_", replica)
+    return run_dir / "replicas" / slug
+
+
+def gateway_endpoint(run_dir: Path, replica: str) -> str:
+    """ROUTER of the scheduler, for gateways on this host."""
+    return _ipc(replica_dir(run_dir, replica) / "gateways.sock")
+
+
+def rank_endpoint(run_dir: Path, replica: str) -> str:
+    """ROUTER of the scheduler, for its ranks: step headers."""
+    return _ipc(replica_dir(run_dir, replica) / "ranks.sock")
+
+
+def membership_path(run_dir: Path, replica: str) -> Path:
+    """Unix socket of the scheduler, for its ranks: Hello, Join and the ring's memfd."""
+    return _checked(replica_dir(run_dir, replica) / "join.sock")
+
+
+def replicas_file(run_dir: Path) -> Path:
+    """What gateways watch to know the replicas."""
+    return run_dir / "replicas.json"
+
+
+def config_file(run_dir: Path) -> Path:
+    """The configuration with every model's directory resolved; what the processes read."""
+    return run_dir / "config.json"
+
+
+def crash_file(run_dir: Path, program: str) -> Path:
+    """Times at which a program started, for its crash-loop guard."""
+    return run_dir / "starts" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', program)}.json"
+
+
+def _ipc(path: Path) -> str:
+    return f"ipc://{_checked(path)}"
+
+
+def _checked(path: Path) -> Path:
+    length = len(bytes(path))
+    if length > MAX_SOCKET_PATH_BYTES:
+        raise AddressError(
+            f"socket path is {length} bytes, the system allows {MAX_SOCKET_PATH_BYTES}: {path} "
+            "(choose a shorter run_dir or model name)"
+        )
+    return path

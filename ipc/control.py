@@ -1,0 +1,86 @@
+"""Who is there, who belongs together, and how they are: registration, membership, liveness, figures."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from ipc.step_ring import RingLayout
+from ipc.types import PROTOCOL_VERSION, ModelFacts
+
+Role = Literal["gateway", "scheduler", "rank"]
+ReplicaState = Literal["starting", "ready", "draining"]
+
+
+class Hello(Struct, frozen=True, tag=True, omit_defaults=True):
+    """First word of a gateway or rank to its scheduler. A rank sends facts known from configuration alone."""
+
+    incarnation: int
+    role: Role
+    index: int  # gateway number or rank
+    pid: int
+    protocol: int = PROTOCOL_VERSION
+    facts: ModelFacts | None = None
+
+
+class Join(Struct, frozen=True, tag=True):
+    """Scheduler to every rank once all have said Hello; the ring's memfd rides beside it (SCM_RIGHTS).
+
+    `members` are the incarnations of all ranks in rank order. The same set as before means: keep group,
+    weights and graphs. Any other set means that a rank which had joined before must exit.
+    """
+
+    epoch: int
+    scheduler: int
+    rank: int
+    members: list[int]
+    rendezvous: str  # torch.distributed init_method, "" when alone
+    layout: RingLayout
+
+
+class ProcessStats(Struct, frozen=True):
+    """One process's figures as Prometheus samples: name → value, labels already in the name.
+
+    Counters end in `_total`; histograms are given as their `_bucket{le=…}`, `_sum` and `_count` samples.
+    """
+
+    process: str
+    incarnation: int
+    values: dict[str, float]
+
+
+class Heartbeat(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Proof that a process's own loop turns; sent by gateways and ranks to their scheduler."""
+
+    incarnation: int
+    epoch: int = 0
+    last_step: int = 0
+    stats: ProcessStats | None = None
+
+
+class Status(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Scheduler to gateways: answer to Hello and Heartbeat, and at every change of state.
+
+    `forward_age_ms` is the time since a step last finished: readiness is a real and recent forward pass.
+    `stats` is the union of what every process attached to this scheduler last said.
+    """
+
+    incarnation: int
+    state: ReplicaState
+    facts: ModelFacts | None = None
+    num_requests: int = 0
+    num_tokens: int = 0
+    forward_age_ms: int = -1
+    stats: list[ProcessStats] = []
+
+
+class Drain(Struct, frozen=True, tag=True):
+    """A rank to its scheduler: this is an ordered stop; plan nothing more for me. Counts as nobody's fault."""
+
+    incarnation: int
+
+
+class Quarantine(Struct, frozen=True, tag=True):
+    """Fingerprints of sequences that end ranks. Schedulers tell gateways, gateways tell the other schedulers."""
+
+    fingerprints: list[bytes]
+    ttl_ms: int

@@ -1,0 +1,204 @@
+"""The shared memory between a scheduler and its ranks: a few slots, each the arrays of one step.
+
+    memfd (sealed against resizing)         one slot                      offsets are multiples of 64
+    ┌────────┬────────┬─ … ─┬────────┐     ┌────────┬──────────────────┬───────────────────┐
+    │ slot 0 │ slot 1 │     │ slot n │     │ header │ inputs           │ outputs           │
+    └────────┴────────┴─ … ─┴────────┘     └────────┴──────────────────┴───────────────────┘
+    header: uint64 {magic, epoch, step, num_seqs, num_tokens}
+
+Ownership: the scheduler makes one ring per epoch and alone decides which slot is free. It writes inputs and
+header, then sends the StepPlan; from then until the StepResult the slot belongs to the ranks, which write
+outputs. The messages are the hand-over (a system call pair is the fence): nobody polls a flag in here. A slot
+is used again when its step is answered; a ring is dropped whole when its epoch ends.
+
+A memfd has no name to leak, survives its owner's death for those who mapped it, and cannot be shrunk under a
+reader. In one process (bulk jobs, tests) `local_slots` gives the same arrays without shared memory.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from ipc.types import ModelFacts
+
+MAGIC = 0x426F757175657431
+ALIGN = 64
+HEADER_BYTES = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+Arrays = Mapping[str, NDArray[np.generic]]
+
+
+class RingError(RuntimeError):
+    """A ring or slot that is not what its messages say: wrong size, epoch or step."""
+
+
+class ArrayField(Struct, frozen=True):
+    """One array of a slot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class RingLayout(Struct, frozen=True):
+    """The arrays of every slot, inputs first, and the number of slots."""
+
+    num_slots: int
+    inputs: tuple[ArrayField, ...]
+    outputs: tuple[ArrayField, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        return HEADER_BYTES + sum(_aligned(f.num_bytes) for f in self.inputs + self.outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+def encode_layout(facts: ModelFacts) -> RingLayout:
+    """Slots of an encoder. T = max_num_batched_tokens, N = max_num_seqs, D = dimension.
+
+    inputs:  input_ids int32 [T] packed · cu_seqlens int32 [N+1] · rows int32 [N, 8] (columns: ipc.step)
+    outputs: status int32 [N] · values uint8 [N·D·4], each row at its `ROW_OUTPUT_OFFSET`
+    """
+    n, t = facts.max_num_seqs, facts.max_num_batched_tokens
+    return RingLayout(
+        num_slots=facts.num_steps_in_flight + 2,
+        inputs=(
+            ArrayField("input_ids", "int32", (t,)),
+            ArrayField("cu_seqlens", "int32", (n + 1,)),
+            ArrayField("rows", "int32", (n, 8)),
+        ),
+        outputs=(
+            ArrayField("status", "int32", (n,)),
+            ArrayField("values", "uint8", (n * facts.dimension * 4,)),
+        ),
+    )
+
+
+def generate_layout(facts: ModelFacts) -> RingLayout:
+    """Slots of a decoder. T = max_num_batched_tokens, N = max_num_seqs, k = max_draft_tokens.
+
+    inputs:  input_ids int32 [T] prefill tokens, packed · rows, admissions int32 [N, 8] · new_blocks int32
+             [N + T, 3] · releases int32 [N, 2] · params uint8 [N·1024], msgpack SamplingParams of admissions
+    outputs: status, num_tokens int32 [N] · tokens int32 [N, k+1]
+    """
+    n, t, k = facts.max_num_seqs, facts.max_num_batched_tokens, facts.max_draft_tokens
+    return RingLayout(
+        num_slots=facts.num_steps_in_flight + 2,
+        inputs=(
+            ArrayField("input_ids", "int32", (t,)),
+            ArrayField("rows", "int32", (n, 8)),
+            ArrayField("admissions", "int32", (n, 8)),
+            ArrayField("new_blocks", "int32", (n + t, 3)),
+            ArrayField("releases", "int32", (n, 2)),
+            ArrayField("params", "uint8", (n * 1024,)),
+        ),
+        outputs=(
+            ArrayField("status", "int32", (n,)),
+            ArrayField("num_tokens", "int32", (n,)),
+            ArrayField("tokens", "int32", (n, k + 1)),
+        ),
+    )
+
+
+def layout_for(facts: ModelFacts) -> RingLayout:
+    return generate_layout(facts) if facts.task == "generate" else encode_layout(facts)
+
+
+class StepRing:
+    """A mapped ring. `create` makes and owns one, `attach` maps another process's."""
+
+    def __init__(self, fd: int, layout: RingLayout) -> None:
+        self.fd = fd
+        self.layout = layout
+        self._map = mmap.mmap(fd, layout.num_bytes)
+        buffer = np.frombuffer(self._map, np.uint8)
+        self._headers: list[NDArray[np.uint64]] = []
+        self._slots: list[Arrays] = []
+        for index in range(layout.num_slots):
+            slot = buffer[index * layout.slot_bytes : (index + 1) * layout.slot_bytes]
+            self._headers.append(slot[:HEADER_BYTES].view(np.uint64))
+            self._slots.append(_views(slot[HEADER_BYTES:], layout))
+
+    @classmethod
+    def create(cls, layout: RingLayout) -> "StepRing":
+        """A new ring. Raises OSError (ENOMEM/ENOSPC) where the memory is not to be had."""
+        fd = os.memfd_create("bouquet-step-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, layout.num_bytes)
+            os.posix_fallocate(fd, 0, layout.num_bytes)  # now, not as a SIGBUS later
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, layout)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, layout: RingLayout) -> "StepRing":
+        """Maps a ring received from its owner; takes over `fd`. Raises RingError if it is not `layout`'s."""
+        try:
+            size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if size != layout.num_bytes or seals & _SEALS != _SEALS:
+                raise RingError(f"ring of {size} bytes (seals {seals:#x}), expected {layout.num_bytes}, sealed")
+            return cls(fd, layout)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def slot(self, index: int) -> Arrays:
+        """The arrays of slot `index`, as views of the shared memory."""
+        return self._slots[index]
+
+    def write_header(self, index: int, epoch: int, step: int, num_seqs: int, num_tokens: int) -> None:
+        self._headers[index][:5] = (MAGIC, epoch, step, num_seqs, num_tokens)
+
+    def check_header(self, index: int, epoch: int, step: int) -> None:
+        """Raises RingError unless slot `index` holds `step` of `epoch`."""
+        found = tuple(int(v) for v in self._headers[index][:3])
+        if found != (MAGIC, epoch, step):
+            raise RingError(f"slot {index} holds epoch {found[1]:#x} step {found[2]}, not {epoch:#x} step {step}")
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The whole mapping, to be page-locked."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmaps. Views handed out must be gone: numpy keeps the mapping alive until they are."""
+        self._headers, self._slots = [], []
+        with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with the last one
+            self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def local_slots(layout: RingLayout) -> list[Arrays]:
+    """Slots without shared memory, for one process."""
+    num_bytes = layout.slot_bytes - HEADER_BYTES
+    return [_views(np.zeros(num_bytes, np.uint8), layout) for _ in range(layout.num_slots)]
+
+
+def _views(memory: NDArray[np.uint8], layout: RingLayout) -> dict[str, NDArray[np.generic]]:
+    arrays, offset = {}, 0
+    for field in layout.inputs + layout.outputs:
+        arrays[field.name] = memory[offset : offset + field.num_bytes].view(np.dtype(field.dtype)).reshape(field.shape)
+        offset += _aligned(field.num_bytes)
+    return arrays
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN

@@ -1,0 +1,96 @@
+"""Gateway to scheduler and back: work, its cancellation, and exactly one terminal reply per chunk.
+
+    Submit + [int32 token ids]  ─►            ◄─  Result + [row bytes] | Rejected     (terminal)
+    Abort                       ─►            ◄─  TokenChunk                          (generation, many)
+
+A chunk is one message's worth of sequences, all of one request. Token ids and vectors never pass through
+msgspec: they ride as raw frames behind the header.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from ipc.types import FinishReason, OutputSpec, Priority, SamplingParams, Timings
+
+RejectCode = Literal[
+    "stale",  # meant for another incarnation of this scheduler
+    "draining",  # this replica is being stopped: send it elsewhere
+    "full",  # the pool is at its bound in requests or tokens
+    "not_ready",  # no rank has joined
+    "invalid",  # the chunk can never run; `message` says why
+    "expired",  # the deadline passed while it waited
+    "aborted",  # as asked
+    "quarantined",  # it ended two ranks while it ran alone
+    "lost",  # its ranks died too often (three attempts)
+    "non_finite",  # the model gave NaN or infinity for row `index`
+    "out_of_memory",  # it does not fit even alone
+]
+
+
+class Submit(Struct, frozen=True, tag=True, omit_defaults=True):
+    """One chunk. Frame 1 holds `sum(lengths)` int32 token ids, sequence after sequence.
+
+    `type_starts[i]` is the position of the first token of type 1 in sequence i (its length when there is
+    none); empty means no sequence has any. `fingerprint`s are the scheduler's own affair.
+    """
+
+    gateway: int  # incarnation of the sender
+    scheduler: int  # incarnation the sender believes it talks to
+    chunk_id: int  # unique within the gateway's incarnation
+    lengths: list[int]
+    timeout_ms: int  # what is left until the deadline
+    spec: OutputSpec = OutputSpec()
+    type_starts: list[int] = []
+    priority: Priority = "interactive"
+    attempt: int = 1  # counts requeues and replicas tried, together
+    sampling: SamplingParams | None = None  # generation
+    cache_salt: bytes = b""  # generation: prefix-cache hits only within one salt
+
+
+class Abort(Struct, frozen=True, tag=True):
+    gateway: int
+    scheduler: int
+    chunk_id: int
+    reason: Literal["disconnect", "deadline", "stop"] = "disconnect"
+
+
+class Result(Struct, frozen=True, tag=True):
+    """Terminal. Frame 1 holds `num_rows` rows of `row_bytes` bytes each, in the order submitted."""
+
+    gateway: int
+    chunk_id: int
+    num_rows: int
+    row_bytes: int
+    timings: Timings
+
+
+class Rejected(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Terminal. `index` is the sequence within the chunk at fault, where one is."""
+
+    gateway: int
+    chunk_id: int
+    code: RejectCode
+    message: str
+    index: int | None = None
+    retry_after_ms: int = 0
+    attempt: int = 1  # as counted so far; the gateway goes on from it
+
+
+class TokenDelta(Struct, frozen=True, array_like=True):
+    """New tokens of one generation. A delta with a `finish_reason` is terminal."""
+
+    chunk_id: int
+    tokens: list[int]
+    logprobs: list[float] = []
+    top_logprobs: list[list[tuple[int, float]]] = []
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class TokenChunk(Struct, frozen=True, tag=True):
+    """All of one gateway's new tokens of one step: one message per gateway per step."""
+
+    gateway: int
+    deltas: list[TokenDelta]

@@ -1,0 +1,17 @@
+"""Settings of one rank. Composed into the service's configuration by services/config.py."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+
+class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    max_model_len: int | None = None  # None: what the model's files say
+    max_num_batched_tokens: int | None = None  # tokens of one step; None: the model's measured default
+    max_num_seqs: int | None = None
+    num_threads: int | None = None  # CPU threads of the forward pass; None: all cores
+    num_steps_in_flight: int = 2
+    memory_fraction: float = 0.9  # of the device's memory
+    spin_us: int = 0  # keep polling this long after the last step instead of sleeping

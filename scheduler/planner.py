@@ -1,0 +1,43 @@
+"""What the loop asks of a planner. Policy is pure: no sockets, no clocks, no tensors; time is an argument.
+
+Embeddings and generation are two planners under one loop.
+"""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from ipc.step import StepFailed, StepPlan, StepResult
+from ipc.step_ring import Arrays
+from ipc.submit import Rejected
+from scheduler.request import Request
+
+
+class Reply(Struct, frozen=True):
+    """A message for one gateway and the raw frame behind it, if any."""
+
+    gateway: int
+    message: Struct
+    payload: bytes | memoryview | None = None
+
+
+class Planner(Protocol):
+    """`now` is in seconds on a monotonic clock. Every request added gets exactly one terminal reply."""
+
+    def add(self, request: Request, now: float) -> Rejected | None:
+        """Takes a request into the pool, or says why not."""
+
+    def plan(self, now: float, slot: int, arrays: Arrays) -> tuple[StepPlan | None, list[Reply]]:
+        """The next step, its arrays written into `arrays` (slot `slot` of the ring); None when nothing is due.
+
+        The replies are those of requests found cancelled or expired when popped.
+        """
+
+    def apply(self, result: StepResult | StepFailed, arrays: Arrays, now: float) -> list[Reply]:
+        """Takes a step's outcome. `arrays` are views of its slot, valid during the call."""
+
+    def abort(self, gateway: int, chunk_id: int | None, reason: str) -> list[Reply]:
+        """Cancels one chunk, or with None all of a gateway's. No further step will contain it."""
+
+    def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
+        """The ranks of `epoch` are gone: requeues what was in flight, as suspects unless the stop was ordered."""
