@@ -1,10 +1,147 @@
-"""The service's configuration. The only reader of the environment."""
+"""The service's configuration: one TOML file, typed, with every path made absolute.
+
+The only module that reads the environment (BOUQUET_CONFIG, XDG_CACHE_HOME, CUDA_VISIBLE_DEVICES).
+"""
 
 import os
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from gateway.config import GatewayConfig
+from rose.config import RankConfig
+from scheduler.config import SchedulerConfig
+from services.config_checks import ConfigError, find_conflicts, find_problems
+from services.overrides import apply_overrides
+from services.sources import LocalSource, SourceError, parse_source
+
+CONFIG_NAME = "bouquet.toml"
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One served model. Once loaded, `rank` and `scheduler` hold the defaults with this model's overrides."""
+
+    name: str  # as clients say it
+    source: str  # hf:owner/name[@revision] | pypi:name==version | a directory
+    replicas: int = 1
+    tensor_parallel_size: int = 1
+    memory_fraction: float | None = None  # of each device; None: what [rank] says
+    rank: RankConfig = RankConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    models: list[ModelConfig]
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rank: RankConfig = RankConfig()
+    run_dir: str = ".run"  # relative to the file
+    cache_dir: str = ""  # fetched models; "": ~/.cache/bouquet
+
+    def model(self, name: str) -> ModelConfig:
+        """Raises KeyError for a name that is not served."""
+        return next((model for model in self.models if model.name == name), None) or _raise_key(name)
+
+
+class RunConfig(Struct, frozen=True):
+    """What the processes of one run read: the configuration, and where each model's files are."""
+
+    config: ServiceConfig
+    directories: dict[str, str]  # model name → directory
+
+    def paths(self) -> dict[str, Path]:
+        return {name: Path(directory) for name, directory in self.directories.items()}
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> ServiceConfig:
+    """The configuration in `path` with `overrides` (`gateway.port=9000`) on top. Raises ConfigError with all faults."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror} (name another with --config)"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} is not TOML: {error}"]) from None
+    return build_config(apply_overrides(raw, overrides), path.resolve().parent, run_dir)
+
+
+def build_config(raw: dict[str, Any], base: Path, run_dir: Path | None = None) -> ServiceConfig:
+    """`raw` checked and typed; relative paths are relative to `base`. Raises ConfigError with all faults."""
+    if problems := find_problems(raw, ServiceConfig):
+        raise ConfigError(problems)
+    config = msgspec.convert({**raw, "models": [_with_defaults(model, raw) for model in raw["models"]]}, ServiceConfig)
+    cache_dir = base / Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    config = msgspec.structs.replace(
+        config,
+        run_dir=str(run_dir.absolute() if run_dir else base / Path(config.run_dir).expanduser()),
+        cache_dir=str(cache_dir),
+    )
+    config, problems = _with_absolute_sources(config, base)
+    if problems := problems + find_conflicts(config):
+        raise ConfigError(problems)
+    return config
+
+
+def find_config(given: str | None) -> Path:
+    """The file to read: as given, else $BOUQUET_CONFIG, else bouquet.toml here, else the one of the project."""
+    if chosen := given or os.environ.get("BOUQUET_CONFIG"):
+        return Path(chosen)
+    here = Path(CONFIG_NAME)
+    return here if here.is_file() else Path(__file__).parent.parent / CONFIG_NAME
 
 
 def default_cache_dir() -> Path:
     """Where fetched models live unless the configuration says otherwise."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "bouquet"
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this service may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device.strip() for device in chosen.split(",") if device.strip() not in ("", "-1")]
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted((name for name in devices if name.isdigit()), key=int)
+
+
+def write_run_config(path: Path, run: RunConfig) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """Raises ConfigError for a file that is missing or of another version."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError([f"{path} cannot be read: {error} (`bouquet up` writes it)"]) from None
+
+
+def _with_defaults(model: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """`model` with the file's [rank] and [scheduler] under its own."""
+    merged = {**model}
+    for section in ("rank", "scheduler"):
+        merged[section] = {**raw.get(section, {}), **model.get(section, {})}
+    if "memory_fraction" in model:
+        merged["rank"]["memory_fraction"] = model["memory_fraction"]
+    return merged
+
+
+def _with_absolute_sources(config: ServiceConfig, base: Path) -> tuple[ServiceConfig, list[str]]:
+    models, problems = [], []
+    for index, model in enumerate(config.models):
+        try:
+            source = parse_source(model.source, base)
+            if isinstance(source, LocalSource):
+                model = msgspec.structs.replace(model, source=str(source.path))
+        except SourceError as error:
+            problems.append(f"models[{index}].source: {error}")
+        models.append(model)
+    return msgspec.structs.replace(config, models=models), problems
+
+
+def _raise_key(name: str) -> ModelConfig:
+    raise KeyError(name)

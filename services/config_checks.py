@@ -1,0 +1,154 @@
+"""Finds everything wrong with a configuration and says it by key. Knows types and ranges, not files."""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from ipc.addresses import AddressError, gateway_endpoint, membership_path, rank_endpoint, replica_id
+from services.programs import RESERVED_NAMES, slug
+
+if TYPE_CHECKING:
+    from services.config import ServiceConfig
+
+MAX_REPLICAS = 64
+_DAY_MS = 86_400_000
+_BIG = 2**31 - 1
+
+# (lowest, highest) by key; the first pattern that matches holds
+_RANGES: list[tuple[str, float, float]] = [
+    ("port", 1, 65_535),
+    ("replicas", 1, MAX_REPLICAS),
+    ("tensor_parallel_size", 1, 64),
+    ("memory_fraction", 0.01, 1.0),
+    ("bulk_share", 0.0, 1.0),
+    ("num_gateways", 1, 64),
+    ("num_steps_in_flight", 1, 8),
+    ("num_.*", 1, 1024),
+    ("max_attempts", 1, 100),
+    ("max_body_bytes", 1024, _BIG),
+    ("max_.*", 1, _BIG),
+    ("replica_wait_ms", 0, _DAY_MS),
+    (".*_ms", 1, _DAY_MS),
+    ("spin_us", 0, 1_000_000),
+]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9._/@+=,~ -]+")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; `problems` says what is wrong, one line each, by key."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def find_problems(raw: dict[str, Any], schema: type[Struct]) -> list[str]:
+    """Unknown and missing keys, wrong types and values out of range, of the file as written."""
+    return list(_table_problems(raw, schema, ""))
+
+
+def find_conflicts(config: "ServiceConfig") -> list[str]:
+    """What is wrong between keys: names used twice, paths too long, limits that contradict each other."""
+    problems = list(_model_problems(config))
+    if not _PLAIN_PATH.fullmatch(config.run_dir):
+        problems.append(f"run_dir: {config.run_dir!r} may hold only letters, digits, spaces and ._/@+=,~-")
+    for index, model in enumerate(config.models):
+        try:
+            replica = replica_id(model.name, MAX_REPLICAS)
+            for address in (gateway_endpoint, rank_endpoint, membership_path):
+                address(Path(config.run_dir), replica)
+        except AddressError as error:
+            problems.append(f"run_dir: {error}")
+        limit, asked = model.scheduler.max_pending_tokens, config.gateway.max_request_tokens
+        if asked > limit:
+            problems.append(
+                f"models[{index}].scheduler.max_pending_tokens: {limit} is less than "
+                f"gateway.max_request_tokens ({asked}), so the largest request could never be served"
+            )
+    return problems
+
+
+def _model_problems(config: "ServiceConfig") -> Iterator[str]:
+    seen: dict[str, int] = {}
+    if not config.models:
+        yield "models: none given; add a [[models]] table with name and source"
+    for index, model in enumerate(config.models):
+        key = f"models[{index}]"
+        if not _NAME.fullmatch(model.name):
+            yield f"{key}.name: {model.name!r} must be 1 to 96 letters, digits and ._/- and begin with one of the first"
+        if model.name in RESERVED_NAMES:
+            yield f"{key}.name: {model.name!r} is what the commands call the gateways; choose another"
+        first = seen.setdefault(slug(model.name).lower(), index)
+        if first != index:
+            yield f"{key}.name: {model.name!r} is too like models[{first}].name ({config.models[first].name!r})"
+        if model.tensor_parallel_size > 1:
+            yield f"{key}.tensor_parallel_size: {model.tensor_parallel_size} is not supported yet; only 1 is"
+
+
+def _table_problems(raw: Any, schema: type[Struct], path: str) -> Iterator[str]:
+    if not isinstance(raw, dict):
+        yield f"{path}: expected a table, got {_shown(raw)}"
+        return
+    fields = {field.name: field for field in msgspec.structs.fields(schema)}
+    for key in raw.keys() - fields.keys():
+        near = difflib.get_close_matches(key, fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(fields)}"
+        yield f"{_join(path, key)}: unknown key; {hint}"
+    for name, field in fields.items():
+        if name in raw:
+            yield from _value_problems(raw[name], field.type, _join(path, name))
+        elif field.required:
+            yield f"{_join(path, name)}: missing"
+
+
+def _value_problems(value: Any, kind: Any, path: str) -> Iterator[str]:
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        yield from _table_problems(value, kind, path)
+    elif typing.get_origin(kind) is list and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _value_problems(item, typing.get_args(kind)[0], f"{path}[{index}]")
+    else:
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            yield f"{path}: expected {_named(kind)}, got {_shown(value)}"
+            return
+        yield from _range_problems(value, path)
+
+
+def _range_problems(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    name = path.rpartition(".")[2]
+    for pattern, low, high in _RANGES:
+        if re.fullmatch(pattern, name):
+            if not low <= value <= high:  # also catches NaN
+                yield f"{path}: must be {low}..{high}, got {value}"
+            return
+
+
+def _named(kind: Any) -> str:
+    """A type in a reader's words."""
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(kind))
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_named(part) for part in typing.get_args(kind) if part is not type(None))
+    words = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+    return words.get(typing.get_origin(kind) or kind, str(kind))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,41 @@
+"""One rank process (ROSE): one device, one thread, one model."""
+
+import os
+import sys
+from pathlib import Path
+
+from services.boot import arguments, run_program, settle_memory
+from services.config import RunConfig
+from services.log import Log
+from services.programs import rank_program
+from services.signals import stop_descriptor
+
+
+def main() -> int:
+    given = arguments("One rank: runs a model's forward pass on one device.", "model", "replica", "rank")
+    return run_program(
+        rank_program(given.replica, given.rank),
+        given.run_dir,
+        lambda run, log: serve(run, log, given.run_dir, given.model, given.replica, given.rank),
+    )
+
+
+def serve(run: RunConfig, log: Log, run_dir: Path, model: str, replica: str, rank: int) -> int:
+    stop_fd = stop_descriptor()
+    from rose.encoder_runner import EncoderRunner
+    from rose.worker import serve as serve_rank
+
+    log("imported")
+    config = run.config.model(model).rank
+    runner = EncoderRunner(model, run.paths()[model], config)
+    settle_memory()
+    return serve_rank(
+        runner=runner, replica=replica, rank=rank, run_dir=run_dir, stop_fd=stop_fd, log=log, spin_us=config.spin_us
+    )
+
+
+if __name__ == "__main__":
+    # a rank may hold a device whose driver hangs in its exit handlers: leave without them
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

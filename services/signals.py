@@ -1,0 +1,23 @@
+"""SIGTERM and SIGINT as something a main loop can wait for."""
+
+import asyncio
+import os
+import signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """An event that the first stop signal sets. Call it inside the running loop."""
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def stop_descriptor() -> int:
+    """An eventfd that becomes readable at the first stop signal, for a thread that polls descriptors."""
+    fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os.eventfd_write(fd, 1))
+    return fd
