@@ -1,7 +1,7 @@
 """Every path and endpoint, from (run_dir, replica, rank). The one place where a name of a file is made up."""
 
-import re
 from pathlib import Path
+from urllib.parse import quote
 
 MAX_SOCKET_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) less the final zero
 
@@ -17,8 +17,7 @@ def replica_id(model: str, index: int) -> str:
 
 def replica_dir(run_dir: Path, replica: str) -> Path:
     """Where a replica's sockets lie; `replica` is a replica_id."""
-    slug = re.sub(r"[^A-Za-z0-9._-]", "_", replica)
-    return run_dir / "replicas" / slug
+    return run_dir / "replicas" / _file_name(replica)
 
 
 def gateway_endpoint(run_dir: Path, replica: str) -> str:
@@ -48,7 +47,13 @@ def config_file(run_dir: Path) -> Path:
 
 def crash_file(run_dir: Path, program: str) -> Path:
     """Times at which a program started, for its crash-loop guard."""
-    return run_dir / "starts" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', program)}.json"
+    return run_dir / "starts" / f"{_file_name(program)}.json"
+
+
+def _file_name(name: str) -> str:
+    """`name` as one path component. Different names give different files: `a/b` is `a@b`, `a@b` is `a=40b`."""
+    escaped = quote(name, safe="").replace("%2F", "@").replace("%", "=")
+    return "=2E" + escaped[1:] if escaped.startswith(".") else escaped  # neither `..` nor a hidden file
 
 
 def _ipc(path: Path) -> str:

@@ -1,4 +1,10 @@
-"""One encoder, and one typed decoder per link. A decoder takes no type that its link does not speak."""
+"""One encoder, and one typed decoder per link. A decoder takes no type that its link does not speak.
+
+A message is one msgpack frame, for some followed by one raw frame; `payload` says which, and how long it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -13,18 +19,59 @@ ToRank = StepPlan | Shutdown
 FromRank = Ready | StepResult | StepFailed | Heartbeat | Drain
 Membership = Hello | Join  # over the Unix socket that also carries the ring
 
+DecodeError = msgspec.DecodeError  # of which msgspec.ValidationError is a kind
+
 _encoder = msgspec.msgpack.Encoder()
 encode_into = _encoder.encode_into
 
-TO_SCHEDULER: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
-TO_GATEWAY: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
-TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-MEMBERSHIP: msgspec.msgpack.Decoder[Membership] = msgspec.msgpack.Decoder(Membership)
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
 
-DecodeError = msgspec.DecodeError  # of which msgspec.ValidationError is a kind
+
+class Decoder(Generic[T]):
+    """One link's decoder. Whatever bytes come, they give a message of that link or a DecodeError."""
+
+    def __init__(self, union: Any) -> None:
+        self._decode: Callable[[Buffer], T] = msgspec.msgpack.Decoder(union).decode
+
+    def decode(self, frame: Buffer) -> T:
+        try:
+            return self._decode(frame)
+        except RecursionError:
+            raise DecodeError("message nested too deeply") from None
+
+
+TO_SCHEDULER: Decoder[ToScheduler] = Decoder(ToScheduler)
+TO_GATEWAY: Decoder[ToGateway] = Decoder(ToGateway)
+TO_RANK: Decoder[ToRank] = Decoder(ToRank)
+FROM_RANK: Decoder[FromRank] = Decoder(FromRank)
+MEMBERSHIP: Decoder[Membership] = Decoder(Membership)
 
 
 def encode(message: Struct) -> bytes:
     """`message` as msgpack. Raises OverflowError for an int beyond 64 bits."""
     return _encoder.encode(message)
+
+
+def payload_bytes(message: Struct) -> int | None:
+    """Size in bytes of the raw frame behind `message`; None where none belongs there."""
+    match message:
+        case Submit():
+            return 4 * sum(message.lengths)
+        case Result():
+            return message.num_rows * message.row_bytes
+        case _:
+            return None
+
+
+def payload(message: Struct, frames: Sequence[bytes]) -> bytes:
+    """The raw frame of `message`, b"" for one that has none; `frames` begins with its header frame.
+
+    Raises DecodeError when there are too few or too many frames, or one of another size than the header says.
+    """
+    num_bytes = payload_bytes(message)
+    expected = [] if num_bytes is None else [num_bytes]
+    if [len(frame) for frame in frames[1:]] != expected:
+        found = [len(frame) for frame in frames[1:]]
+        raise DecodeError(f"{type(message).__name__} with raw frames of {found} bytes, expected {expected}")
+    return frames[1] if expected else b""

@@ -6,13 +6,15 @@ socket is edge-triggered, so `EventSocket` drains after every wake-up and after 
 """
 
 import asyncio
-import contextlib
-import fcntl
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
+
+from ipc.connection_monitor import ConnectionMonitor
+from ipc.endpoint_lock import EndpointInUse, EndpointLock, SocketError
+
+__all__ = ["EndpointInUse", "EventSocket", "PeerFull", "PeerGone", "Socket", "SocketError", "dealer", "router"]
 
 HIGH_WATER_MARK = 4096  # messages per peer and direction
 MAX_MESSAGE_BYTES = 256 << 20
@@ -21,39 +23,36 @@ MAX_DRAIN = 64  # messages handled before the loop may do other things
 Frame = bytes | bytearray | memoryview
 
 
-class SocketError(RuntimeError):
-    """Base of what can go wrong when binding or sending."""
-
-
-class EndpointInUse(SocketError):
-    """Another live process is bound there."""
-
-
 class PeerFull(SocketError):
-    """The peer's queue is at its high-water mark; the message was not sent."""
+    """The peer's queue is at its high-water mark, or a DEALER is not connected; the message was not sent."""
 
 
 class PeerGone(SocketError):
-    """Nobody is connected under that identity (or at all); the message was not sent."""
+    """Nobody is connected under that identity; the message was not sent."""
+
+
+class MessageTooLarge(SocketError):
+    """A frame is beyond MAX_MESSAGE_BYTES: the receiver would cut the connection instead of taking it."""
 
 
 class Socket:
     """A ZeroMQ socket with this project's options, and the lock of its endpoint where it binds."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", lock_fd: int = -1) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", lock: EndpointLock | None = None, path: Path | None = None) -> None:
         self.raw = socket
-        self._lock_fd = lock_fd
+        self._lock = lock
+        self._path = path
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Sends now or raises PeerFull / PeerGone. On a ROUTER frame 0 is the peer's identity."""
+        """Sends now or raises PeerFull, PeerGone or MessageTooLarge. On a ROUTER frame 0 is the peer's identity."""
+        for frame in frames:
+            num_bytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise MessageTooLarge(f"a frame of {num_bytes} bytes, the limit is {MAX_MESSAGE_BYTES}")
         try:
             self.raw.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.Again:
-            raise PeerFull("peer's queue is full or not connected") from None
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                raise PeerGone("no such peer") from None
-            raise
+        except zmq.ZMQError:
+            self._send_again(frames)
 
     def receive(self) -> list[bytes] | None:
         """The next message, or None when there is none."""
@@ -64,14 +63,28 @@ class Socket:
 
     def close(self) -> None:
         self.raw.close(linger=0)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        if self._lock is not None and self._path is not None:
+            self._path.unlink(missing_ok=True)  # ZeroMQ leaves it
+            self._lock.release()
+            self._lock = None
+
+    def _send_again(self, frames: Sequence[Frame]) -> None:
+        """A send looks at news from its peers (room again, connected) at most once a millisecond: look, try again."""
+        self.raw.getsockopt(zmq.EVENTS)
+        try:
+            self.raw.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            raise PeerFull("peer's queue is full or not connected") from None
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise PeerGone("no such peer") from None
+            raise
 
 
 def router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> Socket:
     """Binds a ROUTER. Raises EndpointInUse if a live process has it (ZeroMQ itself would steal an ipc path)."""
-    lock_fd = _lock(endpoint)
+    path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+    lock = EndpointLock(path) if path is not None else None
     socket = _socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -79,10 +92,10 @@ def router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> Socket:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        if lock_fd >= 0:
-            os.close(lock_fd)
+        if lock is not None:
+            lock.release()
         raise EndpointInUse(f"cannot bind {endpoint}: {error}") from None
-    return Socket(socket, lock_fd)
+    return Socket(socket, lock, path)
 
 
 def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> Socket:
@@ -99,29 +112,39 @@ def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: b
 class EventSocket:
     """A Socket on an asyncio loop: calls `on_message(frames)` for every message, in order.
 
-    An exception from `on_message` is the loop's exception handler's; the socket goes on.
+    `on_connection(connected)`, where given, hears when a DEALER's peer comes and goes (a peer that hangs stays
+    connected). An exception from either is the loop's exception handler's; the socket goes on.
     """
 
     def __init__(
-        self, socket: Socket, on_message: Callable[[list[bytes]], None], loop: asyncio.AbstractEventLoop
+        self,
+        socket: Socket,
+        on_message: Callable[[list[bytes]], None],
+        loop: asyncio.AbstractEventLoop,
+        on_connection: Callable[[bool], None] | None = None,
     ) -> None:
         self.socket = socket
         self._on_message = on_message
         self._loop = loop
         self._scheduled = False
         self._closed = False
+        self._monitor = ConnectionMonitor(socket.raw, on_connection, loop) if on_connection else None
         loop.add_reader(socket.raw.fileno(), self._drain)
         self._drain_soon()
 
     def send(self, frames: Sequence[Frame]) -> None:
         """As Socket.send; also looks for messages afterwards, since sending can swallow the wake-up."""
-        self.socket.send(frames)
-        self._drain_soon()
+        try:
+            self.socket.send(frames)
+        finally:
+            self._drain_soon()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self.socket.raw.fileno())
+            if self._monitor is not None:
+                self._monitor.close()
             self.socket.close()
 
     def _drain_soon(self) -> None:
@@ -151,17 +174,3 @@ def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     return socket
-
-
-def _lock(endpoint: str) -> int:
-    """Takes the lock file beside an ipc endpoint; -1 for other transports, which refuse twins themselves."""
-    if not endpoint.startswith("ipc://"):
-        return -1
-    path = Path(endpoint.removeprefix("ipc://") + ".lock")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd
-    os.close(fd)
-    raise EndpointInUse(f"{endpoint} is in use by a live process (lock {path})")
