@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -15,9 +16,9 @@ def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     return stop
 
 
-def stop_descriptor() -> int:
-    """An eventfd that becomes readable at the first stop signal, for a thread that polls descriptors."""
+def stop_descriptor(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> int:
+    """An eventfd for a thread that polls descriptors: readable from the first of `signals` on; it counts them."""
     fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    for number in STOP_SIGNALS:
+    for number in signals:
         signal.signal(number, lambda *_: os.eventfd_write(fd, 1))
     return fd

@@ -1,0 +1,204 @@
+"""A stack on one run directory: made ready, started, watched until it serves, stopped, cleaned up.
+
+Layout of a run directory (0700):
+
+    lock              held by supervisord for its life: one stack at a time
+    supervisord.conf  programs/*.conf  supervisor.sock  supervisord.pid
+    config.json       replicas.json    replicas/<replica>/*.sock
+    starts/<program>.json              crash guards
+    logs/<program>.log                 kept when the stack stops
+"""
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ipc.addresses import config_file, crash_file, replica_id, replicas_file
+from services.config import RunConfig, ServiceConfig, write_run_config
+from services.crash_guard import read_history
+from services.health import http_ready, reachable
+from services.log_tail import last_lines
+from services.programs import Program, gateway_program, replica_programs
+from services.render import gateway_config, main_config, programs_dir, replica_config, replica_file
+from services.replicas import ReplicaTable, write_replicas
+from services.supervisor_client import GONE, SupervisorClient
+
+LOCK_WAIT_S = 3.0
+PORT_WAIT_S = 5.0
+STARTS_BEFORE_GIVING_UP = 4
+
+Say = Callable[[str], None]
+
+
+class StackError(RuntimeError):
+    """Something a person must know or do; the text says what."""
+
+
+def logs_dir(run_dir: Path) -> Path:
+    return run_dir / "logs"
+
+
+def take_lock(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> int:
+    """The run directory's lock, as a descriptor. Raises StackError if a live stack has it."""
+    _make_private(run_dir)
+    fd = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+        os.close(fd)
+        raise StackError(
+            f"a stack is already running in {run_dir}: `bouquet down` stops it, "
+            "`--run-dir` and another gateway.port start a second one"
+        )
+
+
+def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
+    """Cleans what a dead stack left and writes all files of a new one. The caller holds the lock."""
+    run_dir = Path(config.run_dir)
+    clean(run_dir)
+    for directory in (programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
+        _make_private(directory)
+    paths = {name: str(path) for name, path in directories.items()}
+    write_run_config(config_file(run_dir), RunConfig(config, paths))
+    table = ReplicaTable()
+    for model in config.models:
+        for index in range(model.replicas):
+            replica = replica_id(model.name, index)
+            replica_file(run_dir, replica).write_text(replica_config(model, replica, run_dir))
+            table.add(run_dir, model.name, replica)
+    write_replicas(run_dir, table)
+    (programs_dir(run_dir) / "gateways.conf").write_text(gateway_config(config, run_dir))
+    (run_dir / "supervisord.conf").write_text(main_config(run_dir))
+
+
+def clean(run_dir: Path) -> None:
+    """Removes everything of a stack that has ended but its logs. The caller holds the lock."""
+    for name in ("programs", "replicas", "starts"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    files = [replicas_file(run_dir), config_file(run_dir)]
+    files += [run_dir / name for name in ("supervisord.conf", "supervisord.pid", "supervisor.sock", "ops.lock")]
+    for path in [*files, *run_dir.glob("supervisor.sock.*"), *run_dir.glob("*.tmp")]:
+        path.unlink(missing_ok=True)
+
+
+def wait_for_port(host: str, port: int) -> None:
+    """Raises StackError if somebody else listens there; SO_REUSEPORT would share the port in silence."""
+    deadline = time.monotonic() + PORT_WAIT_S
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise StackError(
+                        f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there or choose another "
+                        "port (PORT=… make serve, --set gateway.port=…)"
+                    ) from None
+        time.sleep(0.1)
+
+
+def start_supervisord(run_dir: Path, lock_fd: int, *, with_parent: bool) -> "subprocess.Popen[bytes]":
+    """Starts supervisord in a session of its own and hands it the lock. `with_parent`: it stops when we die."""
+    command = [sys.executable, "-m", "services.supervisord_main", f"--run-dir={run_dir}", f"--lock-fd={lock_fd}"]
+    command += [f"--parent={os.getpid()}"] if with_parent else []
+    with (logs_dir(run_dir) / "supervisord.err").open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[lock_fd],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+        )
+    os.close(lock_fd)
+    return process
+
+
+def stack_programs(config: ServiceConfig, table: ReplicaTable) -> list[Program]:
+    """All programs of a stack: of every replica in `table`, and the gateways."""
+    programs = []
+    for model in config.models:
+        for replica in table.ids(model.name):
+            programs += replica_programs(replica, model.tensor_parallel_size)
+    return programs + [gateway_program(index) for index in range(config.gateway.num_gateways)]
+
+
+def check_programs(run_dir: Path, programs: list[Program]) -> None:
+    """Raises StackError, with the program's last log lines, if one cannot boot or keeps dying."""
+    for program in programs:
+        history = read_history(crash_file(run_dir, program.name))
+        if history.boot_error:
+            raise StackError(f"{program.name} cannot boot: {history.boot_error}")
+        if history.num_starts >= STARTS_BEFORE_GIVING_UP:
+            path = logs_dir(run_dir) / f"{program.name}.log"
+            lines = "\n".join(f"    {line:.400}" for line in last_lines(path))
+            raise StackError(f"{program.name} died {history.num_starts - 1} times; the end of {path}:\n{lines}")
+
+
+def poll_ready(config: ServiceConfig, supervisord: "subprocess.Popen[bytes]", programs: list[Program]) -> bool:
+    """One look at a starting stack: whether it serves. Raises StackError when it never will."""
+    run_dir = Path(config.run_dir)
+    if supervisord.poll() is not None:
+        lines = last_lines(logs_dir(run_dir) / "supervisord.err") + last_lines(logs_dir(run_dir) / "supervisord.log", 5)
+        raise StackError("supervisord ended:\n" + "\n".join(f"    {line}" for line in lines))
+    check_programs(run_dir, programs)
+    try:
+        with SupervisorClient(run_dir) as client:
+            client.processes()  # also wakes it: by itself it looks around once a second
+    except GONE:
+        return False
+    return http_ready(config.gateway.host, config.gateway.port)[0]
+
+
+def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:
+    """Has supervisord stop everything in order, kills it if that takes too long. False if there was none."""
+    try:
+        with SupervisorClient(run_dir) as client:
+            pid = client.pid()
+            pidfd = os.pidfd_open(pid)
+            client.shutdown()
+    except GONE:
+        return False
+    try:
+        if not select.select([pidfd], [], [], timeout_s)[0]:
+            say(f"not stopped after {timeout_s:.0f} s; killing what is left")
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the kernel kills its children
+            select.select([pidfd], [], [], 5)
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def stop_timeout_s(config: ServiceConfig) -> float:
+    """The longest an ordered stop may take: supervisord stops group after group."""
+    seconds = config.gateway.drain_timeout_ms / 1000 + 15
+    return seconds + sum((m.scheduler.drain_timeout_ms / 1000 + 15) * m.replicas for m in config.models)
+
+
+def url(config: ServiceConfig) -> str:
+    host = reachable(config.gateway.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
+
+
+def _make_private(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if directory.stat().st_uid != os.getuid():
+        raise StackError(f"{directory} belongs to another user; choose another run_dir")
+    directory.chmod(0o700)
