@@ -5,7 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ipc.step_ring import RingLayout
-from ipc.types import PROTOCOL_VERSION, ModelFacts
+from ipc.types import PROTOCOL_VERSION, Count, Id, ModelFacts
 
 Role = Literal["gateway", "scheduler", "rank"]
 ReplicaState = Literal["starting", "ready", "draining"]
@@ -14,11 +14,11 @@ ReplicaState = Literal["starting", "ready", "draining"]
 class Hello(Struct, frozen=True, tag=True, omit_defaults=True):
     """First word of a gateway or rank to its scheduler. A rank sends facts known from configuration alone."""
 
-    incarnation: int
+    incarnation: Id
     role: Role
-    index: int  # gateway number or rank
-    pid: int
-    protocol: int = PROTOCOL_VERSION
+    index: Count  # gateway number or rank
+    pid: Count
+    protocol: Count = PROTOCOL_VERSION
     facts: ModelFacts | None = None
 
 
@@ -29,10 +29,10 @@ class Join(Struct, frozen=True, tag=True):
     weights and graphs. Any other set means that a rank which had joined before must exit.
     """
 
-    epoch: int
-    scheduler: int
-    rank: int
-    members: list[int]
+    epoch: Id
+    scheduler: Id
+    rank: Count
+    members: list[Id]
     rendezvous: str  # torch.distributed init_method, "" when alone
     layout: RingLayout
 
@@ -44,16 +44,16 @@ class ProcessStats(Struct, frozen=True):
     """
 
     process: str
-    incarnation: int
+    incarnation: Id
     values: dict[str, float]
 
 
 class Heartbeat(Struct, frozen=True, tag=True, omit_defaults=True):
     """Proof that a process's own loop turns; sent by gateways and ranks to their scheduler."""
 
-    incarnation: int
-    epoch: int = 0
-    last_step: int = 0
+    incarnation: Id
+    epoch: Id = 0
+    last_step: Id = 0
     stats: ProcessStats | None = None
 
 
@@ -64,23 +64,23 @@ class Status(Struct, frozen=True, tag=True, omit_defaults=True):
     `stats` is the union of what every process attached to this scheduler last said.
     """
 
-    incarnation: int
+    incarnation: Id
     state: ReplicaState
     facts: ModelFacts | None = None
-    num_requests: int = 0
-    num_tokens: int = 0
-    forward_age_ms: int = -1
+    num_requests: Count = 0
+    num_tokens: Count = 0
+    forward_age_ms: int = -1  # none has finished yet
     stats: list[ProcessStats] = []
 
 
 class Drain(Struct, frozen=True, tag=True):
     """A rank to its scheduler: this is an ordered stop; plan nothing more for me. Counts as nobody's fault."""
 
-    incarnation: int
+    incarnation: Id
 
 
 class Quarantine(Struct, frozen=True, tag=True):
     """Fingerprints of sequences that end ranks. Schedulers tell gateways, gateways tell the other schedulers."""
 
     fingerprints: list[bytes]
-    ttl_ms: int
+    ttl_ms: Count

@@ -17,19 +17,23 @@ reader. In one process (bulk jobs, tests) `local_slots` gives the same arrays wi
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ipc.types import ModelFacts
+from ipc.types import Count, ModelFacts
 
 MAGIC = 0x426F757175657431
 ALIGN = 64
 HEADER_BYTES = 64
+MIN_PARAMS_BYTES = 256 << 10  # of a generate slot: what the largest grammar may take
+MAX_PROMPT_LOGPROBS = 1024  # prompt tokens of one step that can answer logprobs
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -43,18 +47,18 @@ class ArrayField(Struct, frozen=True):
     """One array of a slot."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Literal["uint8", "int32", "float32"]
+    shape: tuple[Count, ...]
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class RingLayout(Struct, frozen=True):
     """The arrays of every slot, inputs first, and the number of slots."""
 
-    num_slots: int
+    num_slots: Count
     inputs: tuple[ArrayField, ...]
     outputs: tuple[ArrayField, ...]
 
@@ -89,27 +93,45 @@ def encode_layout(facts: ModelFacts) -> RingLayout:
 
 
 def generate_layout(facts: ModelFacts) -> RingLayout:
-    """Slots of a decoder. T = max_num_batched_tokens, N = max_num_seqs, k = max_draft_tokens.
+    """Slots of a decoder. T = max_num_batched_tokens, N = max_num_seqs, L = max_model_len, k = max_draft_tokens,
+    M = max_logprobs, B = N · (3 + k / 16) + (T + L) / block_size, P = min(T, 1024).
 
-    inputs:  input_ids int32 [T] prefill tokens, packed · rows, admissions int32 [N, 8] · new_blocks int32
-             [N + T, 3] · releases int32 [N, 2] · params uint8 [N·1024], msgpack SamplingParams of admissions
-    outputs: status, num_tokens int32 [N] · tokens int32 [N, k+1]
+    inputs:  input_ids int32 [T + L], prefill tokens and the ids of prefix hits · tables (columns: ipc.step)
+             rows int32 [N, 8], admissions int32 [N, 8], new_blocks int32 [B, 3], releases int32 [N, 2] · params
+             uint8, the msgpack SamplingParams of admissions
+    outputs: status int32 [N] · num_tokens int32 [N], tokens each row got · tokens int32 [N, k+1], accepted drafts,
+             then one more · num_drafts int32 [N], drafts verified · lengths int32 [N], tokens the slot then holds ·
+             logprobs float32 [N, k+1], top_ids int32 and top_logprobs float32 [N, k+1, M], for `tokens` · the same
+             for prompt tokens: prompt_logprobs [P], prompt_top_ids, prompt_top_logprobs [P, M], one line for every
+             prefill token of a row whose params ask for it, in the order of rows: how likely the next token was
+
+    A sequence whose params do not fit MIN_PARAMS_BYTES can never run; what does not fit a step's tables waits for
+    the next.
     """
-    n, t, k = facts.max_num_seqs, facts.max_num_batched_tokens, facts.max_draft_tokens
+    n, t, k, m = facts.max_num_seqs, facts.max_num_batched_tokens, facts.max_draft_tokens, facts.max_logprobs
+    num_ids, num_prompt_logprobs = t + facts.max_model_len, min(t, MAX_PROMPT_LOGPROBS)
     return RingLayout(
         num_slots=facts.num_steps_in_flight + 2,
         inputs=(
-            ArrayField("input_ids", "int32", (t,)),
+            ArrayField("input_ids", "int32", (num_ids,)),
             ArrayField("rows", "int32", (n, 8)),
             ArrayField("admissions", "int32", (n, 8)),
-            ArrayField("new_blocks", "int32", (n + t, 3)),
+            ArrayField("new_blocks", "int32", (n * (3 + k // 16) + num_ids // facts.block_size, 3)),
             ArrayField("releases", "int32", (n, 2)),
-            ArrayField("params", "uint8", (n * 1024,)),
+            ArrayField("params", "uint8", (max(n * 1024, MIN_PARAMS_BYTES),)),
         ),
         outputs=(
             ArrayField("status", "int32", (n,)),
             ArrayField("num_tokens", "int32", (n,)),
             ArrayField("tokens", "int32", (n, k + 1)),
+            ArrayField("num_drafts", "int32", (n,)),
+            ArrayField("lengths", "int32", (n,)),
+            ArrayField("logprobs", "float32", (n, k + 1)),
+            ArrayField("top_ids", "int32", (n, k + 1, m)),
+            ArrayField("top_logprobs", "float32", (n, k + 1, m)),
+            ArrayField("prompt_logprobs", "float32", (num_prompt_logprobs,)),
+            ArrayField("prompt_top_ids", "int32", (num_prompt_logprobs, m)),
+            ArrayField("prompt_top_logprobs", "float32", (num_prompt_logprobs, m)),
         ),
     )
 
@@ -124,8 +146,8 @@ class StepRing:
     def __init__(self, fd: int, layout: RingLayout) -> None:
         self.fd = fd
         self.layout = layout
-        self._map = mmap.mmap(fd, layout.num_bytes)
-        buffer = np.frombuffer(self._map, np.uint8)
+        self._map: mmap.mmap | None = mmap.mmap(fd, layout.num_bytes)
+        buffer = self.memory
         self._headers: list[NDArray[np.uint64]] = []
         self._slots: list[Arrays] = []
         for index in range(layout.num_slots):
@@ -159,31 +181,42 @@ class StepRing:
             raise
 
     def slot(self, index: int) -> Arrays:
-        """The arrays of slot `index`, as views of the shared memory."""
+        """The arrays of slot `index`, as views of the shared memory. Raises RingError where there is no such slot."""
+        self._check_index(index)
         return self._slots[index]
 
     def write_header(self, index: int, epoch: int, step: int, num_seqs: int, num_tokens: int) -> None:
+        self._check_index(index)
         self._headers[index][:5] = (MAGIC, epoch, step, num_seqs, num_tokens)
 
-    def check_header(self, index: int, epoch: int, step: int) -> None:
-        """Raises RingError unless slot `index` holds `step` of `epoch`."""
-        found = tuple(int(v) for v in self._headers[index][:3])
-        if found != (MAGIC, epoch, step):
-            raise RingError(f"slot {index} holds epoch {found[1]:#x} step {found[2]}, not {epoch:#x} step {step}")
+    def check_header(self, index: int, epoch: int, step: int) -> tuple[int, int]:
+        """The slot's (num_seqs, num_tokens). Raises RingError unless it holds `step` of `epoch`."""
+        self._check_index(index)
+        magic, its_epoch, its_step, num_seqs, num_tokens = self._headers[index][:5].tolist()
+        if (magic, its_epoch, its_step) != (MAGIC, epoch, step):
+            raise RingError(f"slot {index} holds epoch {its_epoch:#x} step {its_step}, not {epoch:#x} step {step}")
+        return num_seqs, num_tokens
 
     @property
     def memory(self) -> NDArray[np.uint8]:
         """The whole mapping, to be page-locked."""
+        assert self._map is not None, "the ring is closed: take `memory` before"
         return np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
-        """Unmaps. Views handed out must be gone: numpy keeps the mapping alive until they are."""
+        """Unmaps, once every view handed out is gone: numpy keeps mapping (and one descriptor) alive until then."""
         self._headers, self._slots = [], []
-        with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with the last one
-            self._map.close()
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # a caller still holds a view; the mapping goes with the last one
+                mapping.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < len(self._slots):  # a negative one would pick another step's slot
+            raise RingError(f"no slot {index} in a ring of {len(self._slots)}")
 
 
 def local_slots(layout: RingLayout) -> list[Arrays]:

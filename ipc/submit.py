@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ipc.types import FinishReason, OutputSpec, Priority, SamplingParams, Timings
+from ipc.types import Count, FinishReason, Id, OutputSpec, Priority, SamplingParams, Timings
 
 RejectCode = Literal[
     "stale",  # meant for another incarnation of this scheduler
@@ -35,62 +35,70 @@ class Submit(Struct, frozen=True, tag=True, omit_defaults=True):
     none); empty means no sequence has any. `fingerprint`s are the scheduler's own affair.
     """
 
-    gateway: int  # incarnation of the sender
-    scheduler: int  # incarnation the sender believes it talks to
-    chunk_id: int  # unique within the gateway's incarnation
-    lengths: list[int]
-    timeout_ms: int  # what is left until the deadline
+    gateway: Id  # incarnation of the sender
+    scheduler: Id  # incarnation the sender believes it talks to
+    chunk_id: Id  # unique within the gateway's incarnation
+    lengths: list[Count]
+    timeout_ms: Count  # what is left until the deadline
     spec: OutputSpec = OutputSpec()
-    type_starts: list[int] = []
+    type_starts: list[Count] = []
     priority: Priority = "interactive"
-    attempt: int = 1  # counts requeues and replicas tried, together
+    attempt: Count = 1  # counts requeues and replicas tried, together
     sampling: SamplingParams | None = None  # generation
     cache_salt: bytes = b""  # generation: prefix-cache hits only within one salt
 
 
 class Abort(Struct, frozen=True, tag=True):
-    gateway: int
-    scheduler: int
-    chunk_id: int
+    gateway: Id
+    scheduler: Id
+    chunk_id: Id
     reason: Literal["disconnect", "deadline", "stop"] = "disconnect"
 
 
 class Result(Struct, frozen=True, tag=True):
     """Terminal. Frame 1 holds `num_rows` rows of `row_bytes` bytes each, in the order submitted."""
 
-    gateway: int
-    chunk_id: int
-    num_rows: int
-    row_bytes: int
+    gateway: Id
+    chunk_id: Id
+    num_rows: Count
+    row_bytes: Count
     timings: Timings
 
 
 class Rejected(Struct, frozen=True, tag=True, omit_defaults=True):
     """Terminal. `index` is the sequence within the chunk at fault, where one is."""
 
-    gateway: int
-    chunk_id: int
+    gateway: Id
+    chunk_id: Id
     code: RejectCode
     message: str
-    index: int | None = None
-    retry_after_ms: int = 0
-    attempt: int = 1  # as counted so far; the gateway goes on from it
+    index: Count | None = None
+    retry_after_ms: Count = 0
+    attempt: Count = 1  # as counted so far; the gateway goes on from it
 
 
 class TokenDelta(Struct, frozen=True, array_like=True):
-    """New tokens of one generation. A delta with a `finish_reason` is terminal."""
+    """New tokens of one generation. A delta with a `finish_reason` is terminal; the fields below it come then.
 
-    chunk_id: int
-    tokens: list[int]
+    `prompt_logprobs` come chunk by chunk as the prompt is computed, in order, from its second token on.
+    """
+
+    chunk_id: Id
+    tokens: list[Count]
     logprobs: list[float] = []
-    top_logprobs: list[list[tuple[int, float]]] = []
+    top_logprobs: list[list[tuple[Count, float]]] = []
+    prompt_logprobs: list[float] = []
+    prompt_top_logprobs: list[list[tuple[Count, float]]] = []
     finish_reason: FinishReason | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_prompt_tokens: Count = 0
+    num_cached_tokens: Count = 0
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
+    timings: Timings | None = None
 
 
 class TokenChunk(Struct, frozen=True, tag=True):
     """All of one gateway's new tokens of one step: one message per gateway per step."""
 
-    gateway: int
+    gateway: Id
     deltas: list[TokenDelta]
