@@ -25,7 +25,7 @@ def replica_status(run_dir: Path, replica: str, timeout_s: float = 0.5) -> Statu
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = None
     try:
-        socket = dealer(context, gateway_endpoint(run_dir, replica), f"probe-{incarnation:x}".encode())
+        socket = dealer(context, gateway_endpoint(run_dir, replica), b"gw-" + incarnation.to_bytes(8, "big"))
         hello = encode(Hello(incarnation=incarnation, role="gateway", index=PROBE_INDEX, pid=os.getpid()))
         return _ask(socket, hello, time.monotonic() + timeout_s)
     finally:

@@ -1,0 +1,30 @@
+"""What a stack that has just become ready says: its URL and commands to paste."""
+
+import json
+from pathlib import Path
+
+from ipc.addresses import replica_id
+from services.config import ServiceConfig
+from services.health import replica_status
+from services.stack import url
+
+QUERY = "Which planet is known as the Red Planet?"
+DOCUMENTS = ["Venus is often called Earth's twin.", "Mars, known for its reddish appearance, is the Red Planet."]
+
+
+def greeting(config: ServiceConfig) -> str:
+    base = url(config)
+    lines = [f"Bouquet serves on {base}", ""]
+    for model in config.models:
+        status = replica_status(Path(config.run_dir), replica_id(model.name, 0))
+        task = status.facts.task if status and status.facts else "embed"
+        if task == "embed":
+            lines += _curl(base, "/v1/embeddings", {"model": model.name, "input": ["Hello, world!"]})
+        if task in ("embed", "score"):
+            lines += _curl(base, "/v1/rerank", {"model": model.name, "query": QUERY, "documents": DOCUMENTS})
+    return "\n".join([*lines, f"  curl -s {base}/v1/models", ""])
+
+
+def _curl(base: str, path: str, body: dict[str, object]) -> list[str]:
+    data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    return [f"  curl -s {base}{path} -H 'Content-Type: application/json' \\", f"    -d '{data}'", ""]
