@@ -3,6 +3,7 @@
 Embeddings and generation are two planners under one loop.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
@@ -10,7 +11,11 @@ from msgspec import Struct
 from ipc.step import StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.submit import Rejected
+from ipc.types import ModelFacts
+from scheduler.config import SchedulerConfig
+from scheduler.quarantine import Quarantine
 from scheduler.request import Request
+from scheduler.stats import Stats
 
 
 class Reply(Struct, frozen=True):
@@ -22,7 +27,11 @@ class Reply(Struct, frozen=True):
 
 
 class Planner(Protocol):
-    """`now` is in seconds on a monotonic clock. Every request added gets exactly one terminal reply."""
+    """`now` is in seconds on a monotonic clock. Every request added gets exactly one terminal reply.
+
+    A planner numbers its steps from 1, never twice the same, and keeps the bound on steps in flight. It leaves
+    `epoch` to whoever sends the plan.
+    """
 
     def add(self, request: Request, now: float) -> Rejected | None:
         """Takes a request into the pool, or says why not."""
@@ -37,7 +46,13 @@ class Planner(Protocol):
         """Takes a step's outcome. `arrays` are views of its slot, valid during the call."""
 
     def abort(self, gateway: int, chunk_id: int | None, reason: str) -> list[Reply]:
-        """Cancels one chunk, or with None all of a gateway's. No further step will contain it."""
+        """Cancels one chunk, or with None all of a gateway's. No further step will contain it.
+
+        `reason` "draining" or "not_ready" becomes the code of the Rejected, any other gives "aborted".
+        """
 
     def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
         """The ranks of `epoch` are gone: requeues what was in flight, as suspects unless the stop was ordered."""
+
+
+PlannerFactory = Callable[[ModelFacts, SchedulerConfig, Stats, Quarantine], Planner]

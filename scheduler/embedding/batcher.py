@@ -1,0 +1,334 @@
+"""The planner of encoders: batches rows of whole sequences into steps, and finds the row that ends ranks.
+
+After a death, every row that was in flight is a suspect: it runs again alone, with nothing else in flight. Two deaths
+while alone convict it. Knows nothing of sockets, clocks and epochs; a step's number is all that names it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ipc.step import STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
+from ipc.step_ring import Arrays
+from ipc.submit import RejectCode, Rejected
+from ipc.types import ModelFacts
+from scheduler.config import SchedulerConfig
+from scheduler.embedding.arrays import read_rows, read_status, write_canary, write_rows
+from scheduler.embedding.budget import Room, Sharing
+from scheduler.embedding.door import Invalid, admit
+from scheduler.planner import Reply
+from scheduler.pool import Pool
+from scheduler.quarantine import Quarantine
+from scheduler.request import Request, Run
+from scheduler.stats import Stats
+
+MAX_STRIKES = 2
+RETRY_AFTER_MS = 1_000
+_ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready"}
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight. `alone`: nothing else may be in flight; `suspect`: its one row stands trial."""
+
+    step: int
+    runs: list[Run]
+    offsets: list[int] = field(default_factory=list)
+    num_seqs: int = 0
+    num_tokens: int = 0
+    alone: bool = False
+    suspect: bool = False
+
+
+class EncodePlanner:
+    """Implements scheduler.planner.Planner."""
+
+    def __init__(self, facts: ModelFacts, config: SchedulerConfig, stats: Stats, quarantine: Quarantine) -> None:
+        self.facts = facts
+        self.config = config
+        self._stats = stats
+        self._quarantine = quarantine
+        self._pool = Pool(config.max_pending_requests, config.max_pending_tokens)
+        self._sharing = Sharing(config.bulk_share)
+        self._in_flight: dict[int, _Step] = {}  # by step number, oldest first
+        self._suspects: deque[Run] = deque()  # one row each, held
+        self._oom_limit: tuple[int, int] | None = None  # (rows, tokens) of a step after one ran out of memory
+        self._last_step = 0
+        self._finished_at: float | None = None  # when a step last finished; None: a canary is due at once
+        self._seen_version = quarantine.version
+
+    # --- the protocol ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Rejected | None:
+        refusal = self._refusal(request, now)
+        if refusal is not None:
+            self._stats.requests[refusal.code] += 1
+            return refusal
+        self._pool.add(request)
+        self._publish()
+        return None
+
+    def plan(self, now: float, slot: int, arrays: Arrays) -> tuple[StepPlan | None, list[Reply]]:
+        replies = self._sweep(now)
+        if not self._may_launch():
+            return None, replies
+        step = self._next_suspect(now, replies) or self._next_batch(now, replies)
+        if step is not None:
+            step.num_seqs, step.num_tokens, step.offsets = write_rows(step.runs, arrays)
+            self._stats.batch_tokens.observe(step.num_tokens)
+        elif self._canary_due(now):
+            step = _Step(self._last_step + 1, [])
+            step.num_seqs, step.num_tokens = write_canary(arrays)
+            self._stats.num_canaries += 1
+        self._publish()
+        if step is None:
+            return None, replies
+        self._last_step = step.step
+        self._in_flight[step.step] = step
+        canary = not step.runs
+        return StepPlan(0, step.step, slot, "encode", step.num_seqs, step.num_tokens, canary), replies
+
+    def apply(self, result: StepResult | StepFailed, arrays: Arrays, now: float) -> list[Reply]:
+        if isinstance(result, StepFailed) and result.kind == "fatal":
+            return self.lost(result.epoch, ordered=False, now=now)
+        step = self._in_flight.pop(result.step, None)
+        if step is None:
+            self._stats.stale["rank"] += 1
+            return []
+        if isinstance(result, StepFailed):
+            self._out_of_memory(step, now)
+        else:
+            self._finished(step, result, arrays, now)
+        return self._close(step.runs, now)
+
+    def abort(self, gateway: int, chunk_id: int | None, reason: str) -> list[Reply]:
+        if chunk_id is None:
+            requests = self._pool.of_gateway(gateway)
+        else:
+            found = self._pool.find(gateway, chunk_id)
+            requests = [] if found is None else [found]
+        for request in requests:
+            self._fail(request, _ABORT_CODES.get(reason, "aborted"), f"ended before it was done: {reason}")
+        return self._replies(requests, now=0.0)
+
+    def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
+        steps, self._in_flight = list(self._in_flight.values()), {}
+        self._oom_limit = None
+        self._finished_at = None
+        for step in reversed(steps):  # each goes to the front, so the oldest last
+            for run in reversed(step.runs):
+                self._return(run, suspect=step.suspect or not ordered)
+        runs = [run for step in steps for run in step.runs]
+        if not ordered:
+            self._blame(steps, {id(run.request): run.request for run in runs}.values(), now)
+        return self._close(runs, now)
+
+    # --- the door -------------------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request, now: float) -> Rejected | None:
+        """Why `request` cannot enter; None when it can, and then it is open."""
+        submit = request.submit
+        if request.deadline <= now:
+            return request.rejection("expired", "the deadline had passed when the request arrived")
+        if self._pool.find(submit.gateway, submit.chunk_id) is not None:
+            return request.rejection("invalid", f"chunk_id {submit.chunk_id} is in use: choose another")
+        try:
+            admit(request, self.facts)
+        except Invalid as error:
+            return request.rejection("invalid", str(error), error.index)
+        if request.num_tokens > self._pool.max_tokens:
+            return request.rejection(
+                "invalid",
+                f"the chunk has {request.num_tokens} tokens, the scheduler's pool holds {self._pool.max_tokens} "
+                "(max_pending_tokens): split it",
+            )
+        if not self._pool.has_room(request.num_tokens):
+            return request.rejection("full", "the scheduler's pool is full: come back later", None, RETRY_AFTER_MS)
+        row = self._quarantine.match(request, now)
+        return None if row is None else request.rejection("quarantined", _quarantined(row), row)
+
+    # --- the next step --------------------------------------------------------------------------------------
+
+    def _may_launch(self) -> bool:
+        if any(step.alone for step in self._in_flight.values()):
+            return False
+        exclusive = self._suspects or self._oom_limit is not None
+        return len(self._in_flight) < (1 if exclusive else self.facts.num_steps_in_flight)
+
+    def _next_suspect(self, now: float, replies: list[Reply]) -> _Step | None:
+        """The first suspect row that somebody still waits for, alone."""
+        while self._suspects:
+            run = self._suspects.popleft()
+            if run.request.failure is not None:
+                continue
+            if run.request.deadline <= now:
+                self._expire([run.request], now, replies)
+                continue
+            number = self._last_step + 1
+            return _Step(number, [run.request.launch(run, number, now)], alone=True, suspect=True)
+        return None
+
+    def _next_batch(self, now: float, replies: list[Reply]) -> _Step | None:
+        budget = self.facts.max_num_batched_tokens
+        room = Room(self.facts.max_num_seqs, budget, float(budget))
+        if self._oom_limit is not None:
+            max_seqs, max_cost = self._oom_limit
+            room.num_seqs, room.cost = min(room.num_seqs, max_seqs), min(room.cost, float(max_cost))
+        expired: list[Request] = []
+        self._pool.promote(now, self.config.bulk_wait_ms)
+        runs = self._sharing.fill(self._pool, room, self._last_step + 1, now, expired)
+        self._expire(expired, now, replies)
+        return _Step(self._last_step + 1, runs, alone=self._oom_limit is not None) if runs else None
+
+    def _expire(self, requests: list[Request], now: float, replies: list[Reply]) -> None:
+        for request in requests:
+            self._fail(request, "expired", "the deadline passed while the request waited")
+        replies += self._replies(requests, now)
+
+    def _canary_due(self, now: float) -> bool:
+        if self._in_flight:
+            return False
+        return self._finished_at is None or now - self._finished_at >= self.config.canary_interval_ms / 1000
+
+    # --- outcomes -------------------------------------------------------------------------------------------
+
+    def _finished(self, step: _Step, result: StepResult, arrays: Arrays, now: float) -> None:
+        self._finished_at = now
+        stats = self._stats
+        stats.num_steps += 1
+        stats.step_ms.observe(result.compute_us / 1000)
+        status = read_status(step.num_seqs, arrays)
+        clean = not status.any()
+        if clean or (status == STATUS_OK).any():
+            stats.last_forward = now
+        row = 0
+        for run, offset in zip(step.runs, step.offsets, strict=True):
+            num_rows = run.stop - run.start
+            if not clean:
+                self._check_status(run, status[row : row + num_rows].tolist())
+            row += num_rows
+            if run.request.failure is not None:
+                run.request.drop(run)
+                continue
+            run.request.complete(run, read_rows(run, offset, arrays), result.compute_us / 1000)
+            stats.num_rows += num_rows
+        stats.num_tokens += step.num_tokens if step.runs else 0
+        self._relax_oom_limit()
+
+    def _check_status(self, run: Run, status: list[int]) -> None:
+        for index, code in enumerate(status, run.start):
+            if code == STATUS_BAD_TOKEN:
+                return self._fail(
+                    run.request, "invalid", f"sequence {index} has a token id outside the vocabulary", index
+                )
+            if code != STATUS_OK:
+                return self._fail(
+                    run.request, "non_finite", f"the model's output for sequence {index} is not finite", index
+                )
+        return None
+
+    def _out_of_memory(self, step: _Step, now: float) -> None:
+        """Nothing was computed: the rows run again in smaller steps, one at a time; a row that fails alone is out."""
+        self._finished_at = now
+        self._stats.step_failures["oom"] += 1
+        if not step.runs:
+            return
+        if step.num_seqs == 1 and step.alone:
+            for run in step.runs:
+                message = (
+                    f"sequence {run.start} ({step.num_tokens} tokens) does not fit the device's memory, even alone"
+                )
+                self._fail(run.request, "out_of_memory", message, run.start)
+        rows, tokens = max(1, step.num_seqs // 2), max(1, step.num_tokens // 2)
+        if self._oom_limit is not None:
+            rows, tokens = min(rows, self._oom_limit[0]), min(tokens, self._oom_limit[1])
+        self._oom_limit = (rows, tokens)
+        for run in reversed(step.runs):
+            self._return(run, suspect=step.suspect)
+            run.request.count_retry()
+
+    def _relax_oom_limit(self) -> None:
+        """A step went well: the limit doubles until it is none."""
+        if self._oom_limit is not None:
+            rows, tokens = self._oom_limit[0] * 2, self._oom_limit[1] * 2
+            over = rows >= self.facts.max_num_seqs and tokens >= self.facts.max_num_batched_tokens
+            self._oom_limit = None if over else (rows, tokens)
+
+    # --- deaths ---------------------------------------------------------------------------------------------
+
+    def _return(self, run: Run, suspect: bool) -> None:
+        """The run's step came to nothing: its rows are held as suspects, or first in their queue again."""
+        request = run.request
+        if request.failure is not None:
+            request.drop(run)
+            return
+        self._stats.num_requeued_rows += run.stop - run.start
+        if suspect:
+            request.drop(run)
+            self._suspects.extendleft(Run(request, row, row + 1) for row in reversed(range(run.start, run.stop)))
+        else:
+            request.put_back(run)
+            self._pool.put_front(request)
+
+    def _blame(self, steps: list[_Step], requests: Iterable[Request], now: float) -> None:
+        """Counts one death for each request that was in flight, and a strike for a row that ran alone."""
+        for step in steps:
+            if step.suspect:
+                request, row, _ = step.runs[0]
+                if request.count_strike(row) >= MAX_STRIKES:
+                    self._quarantine.convict(request, row, now)
+                    self._stats.num_quarantined += 1
+                    self._fail(request, "quarantined", _quarantined(row), row)
+        for request in requests:
+            request.count_death()
+            if request.attempt > self.config.max_attempts:
+                attempts = request.attempt - 1
+                self._fail(request, "lost", f"the ranks died in {attempts} attempts", None, RETRY_AFTER_MS)
+
+    def _sweep(self, now: float) -> list[Reply]:
+        """After news in the quarantine table: the same sequence must not end ranks from within the pool."""
+        if self._quarantine.version == self._seen_version:
+            return []
+        self._seen_version = self._quarantine.version
+        found = []
+        for request in self._pool:
+            row = self._quarantine.match(request, now) if request.failure is None else None
+            if row is not None:
+                self._fail(request, "quarantined", _quarantined(row), row)
+                found.append(request)
+        return self._replies(found, now)
+
+    # --- endings --------------------------------------------------------------------------------------------
+
+    def _fail(
+        self, request: Request, code: RejectCode, message: str, index: int | None = None, retry_after_ms: int = 0
+    ) -> None:
+        request.fail(code, message, index, retry_after_ms)
+        self._pool.dequeue(request)
+
+    def _close(self, runs: list[Run], now: float) -> list[Reply]:
+        return self._replies([run.request for run in runs], now)
+
+    def _replies(self, requests: list[Request], now: float) -> list[Reply]:
+        """The terminal replies that are due among `requests`."""
+        replies = []
+        for request in requests:
+            ending = request.terminal(now)
+            if ending is not None:
+                message, payload = ending
+                self._pool.close(request)
+                self._stats.requests["ok" if request.failure is None else request.failure.code] += 1
+                if request.first_step_at is not None:
+                    self._stats.queue_ms.observe((request.first_step_at - request.arrival) * 1000)
+                replies.append(Reply(request.submit.gateway, message, payload))
+        self._publish()
+        return replies
+
+    def _publish(self) -> None:
+        self._stats.pending_requests = self._pool.num_requests
+        self._stats.pending_tokens = self._pool.num_tokens
+        self._stats.steps_in_flight = len(self._in_flight)
+
+
+def _quarantined(row: int) -> str:
+    return f"sequence {row} ended {MAX_STRIKES} processes while it ran alone: it is refused for a while"

@@ -1,0 +1,254 @@
+"""The main loop of one replica's scheduler: receive → plan → send → collect → reply.
+
+Event-driven: sockets call back, and whatever brings work or a free slot makes the next plan due. Open this file first.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import zmq
+
+from ipc import addresses
+from ipc.control import Quarantine as QuarantineMessage
+from ipc.control import ReplicaState, Status
+from ipc.step import StepFailed, StepResult
+from ipc.step_ring import Arrays
+from ipc.submit import RejectCode, Submit
+from ipc.types import ModelFacts, Task, new_incarnation
+from scheduler.config import SchedulerConfig
+from scheduler.embedding.batcher import EncodePlanner
+from scheduler.gateway_link import GatewayLink
+from scheduler.planner import Planner, PlannerFactory, Reply
+from scheduler.quarantine import Quarantine
+from scheduler.rank_link import RankLink
+from scheduler.request import Request
+from scheduler.stats import Stats
+
+PLANNERS: Mapping[Task, PlannerFactory] = {"embed": EncodePlanner, "score": EncodePlanner}
+MAX_TICK_S = 0.2  # how often deadlines and silences are looked at
+STALL_S = 1.0  # a tick later than this says that we stood still, not that the others did
+RANKS_BACK_S = 30.0  # for so long after the last rank left, work waits for the next
+RETRY_AFTER_MS = 1_000
+GOODBYE_S = 0.1  # for the I/O thread to send the last replies
+
+Log = Callable[..., None]
+
+
+class Scheduler:
+    """One replica: its gateways on one side, its ranks on the other, a planner between them."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        replica: str,
+        model: str,
+        tensor_parallel_size: int,
+        run_dir: Path,
+        log: Log,
+        planners: Mapping[Task, PlannerFactory] = PLANNERS,
+    ) -> None:
+        """Binds its endpoints; must run on the loop. Raises ipc.sockets.EndpointInUse."""
+        self.config, self.model, self.log = config, model, log
+        self.incarnation = new_incarnation()
+        self.stats = Stats(replica)
+        self.quarantine = Quarantine(config.quarantine_ttl_ms)
+        self.planner: Planner | None = None  # since the first ranks were ready
+        self.facts: ModelFacts | None = None
+        self.draining = False
+        self.done = asyncio.Event()  # draining and nothing is left
+        self._planners = planners
+        self._loop = asyncio.get_running_loop()
+        self._pump_scheduled = False
+        self._ranks_left_at: float | None = None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context
+        self.ranks = RankLink(
+            context, run_dir, replica, tensor_parallel_size, self.incarnation, config, self.stats, self, log
+        )
+        endpoint = addresses.gateway_endpoint(run_dir, replica)
+        self.gateways = GatewayLink(context, endpoint, self.incarnation, config, self.stats, self, log)
+        self._tick_s = min(MAX_TICK_S, min(config.step_deadline_ms, config.rank_heartbeat_ms) / 5000)
+        self._ticked_at = time.monotonic()
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        log("scheduler_started", incarnation=f"{self.incarnation:x}", model=model)
+
+    # --- receive --------------------------------------------------------------------------------------------
+
+    def on_submit(self, submit: Submit, frame: bytes) -> None:
+        now = time.monotonic()
+        request = Request.from_submit(submit, frame, now)
+        refusal = self._closed_for(request, now)
+        if refusal is not None:
+            self._refuse(request, *refusal)
+            return
+        assert self.planner is not None
+        rejected = self.planner.add(request, now)
+        if rejected is not None:
+            self.gateways.reply([Reply(submit.gateway, rejected)])
+            return
+        self._pump_soon()
+
+    def on_abort(self, gateway: int, chunk_id: int | None, reason: str) -> None:
+        if self.planner is not None:
+            self._reply(self.planner.abort(gateway, chunk_id, reason))
+
+    # --- plan → send ----------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Plans and sends while something is due and a slot is free."""
+        self._pump_scheduled = False
+        while self.planner is not None and (slot := self.ranks.free_slot()) is not None:
+            plan, replies = self.planner.plan(time.monotonic(), slot, self.ranks.arrays(slot))
+            if plan is not None:
+                self.ranks.send(plan)
+            self._reply(replies)
+            if plan is None:
+                return
+
+    def _pump_soon(self) -> None:
+        """After the messages that have arrived already, so that they share a step."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    # --- collect → reply ------------------------------------------------------------------------------------
+
+    def on_outcome(self, outcome: StepResult | StepFailed, arrays: Arrays) -> None:
+        assert self.planner is not None
+        replies = self.planner.apply(outcome, arrays, time.monotonic())
+        self._pump()  # the ranks first: a reply can wait for the few microseconds
+        self._reply(replies)
+
+    def _reply(self, replies: list[Reply]) -> None:
+        self.gateways.reply(replies)
+        if self.draining and self.stats.pending_requests == 0:
+            self.done.set()
+
+    # --- ranks come and go ----------------------------------------------------------------------------------
+
+    def on_ranks_ready(self, facts: ModelFacts) -> None:
+        if facts != self.facts:
+            if self.planner is not None:
+                self.log("facts_changed", model=self.model)
+                self._flush("not_ready")
+            self.facts = facts
+            self.planner = self._planners[facts.task](facts, self.config, self.stats, self.quarantine)
+        self._announce()
+        self._pump_soon()
+
+    def on_ranks_lost(self, epoch: int, ordered: bool) -> None:
+        now = time.monotonic()
+        self._ranks_left_at = now
+        if self.planner is not None:
+            self._reply(self.planner.lost(epoch, ordered, now))
+        found = self.quarantine.take_news()
+        if found:
+            self.log("quarantined", level="error", fingerprints=[each.hex() for each in found])
+            self.gateways.broadcast(QuarantineMessage(found, self.config.quarantine_ttl_ms))
+        self._announce()
+
+    # --- state ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.draining:
+            return "draining"
+        return "ready" if self.ranks.is_ready else "starting"
+
+    def status(self) -> Status:
+        now = time.monotonic()
+        own = self.stats.samples(self.incarnation, now)
+        return Status(
+            incarnation=self.incarnation,
+            state=self.state,
+            facts=self.facts,
+            num_requests=self.stats.pending_requests,
+            num_tokens=self.stats.pending_tokens,
+            forward_age_ms=self.stats.forward_age_ms(now),
+            stats=[own, *self.ranks.process_stats, *self.gateways.process_stats],
+        )
+
+    def on_quarantine(self, message: QuarantineMessage) -> None:
+        self.quarantine.accept(message.fingerprints, message.ttl_ms, time.monotonic())
+
+    def quarantine_entries(self) -> list[QuarantineMessage]:
+        return [QuarantineMessage([found], ttl_ms) for found, ttl_ms in self.quarantine.entries(time.monotonic())]
+
+    async def drain(self) -> None:
+        """Takes nothing more, finishes what is here within drain_timeout_ms, rejects the rest."""
+        self.draining = True
+        self._announce()
+        if self.stats.pending_requests and self.ranks.is_ready:
+            try:
+                await asyncio.wait_for(self.done.wait(), self.config.drain_timeout_ms / 1000)
+            except TimeoutError:
+                self.log("drain_timed_out", level="warning", pending=self.stats.pending_requests)
+        self._flush("draining")
+        await asyncio.sleep(GOODBYE_S)
+
+    def close(self) -> None:
+        """Ranks keep their weights and wait for a successor."""
+        self._timer.cancel()
+        self.gateways.close()
+        self.ranks.close()
+        self._context.destroy(linger=0)
+        self.log("scheduler_stopped")
+
+    # --- details --------------------------------------------------------------------------------------------
+
+    def _closed_for(self, request: Request, now: float) -> tuple[RejectCode, str] | None:
+        """Why nothing is taken at present."""
+        if self.draining:
+            return "draining", "this replica is being stopped: send it elsewhere"
+        waited = self._ranks_left_at is not None and now - self._ranks_left_at < RANKS_BACK_S
+        if self.planner is None or not (self.ranks.is_ready or waited):
+            return "not_ready", f"no rank of model {self.model} has joined yet: come back later"
+        return None
+
+    def _refuse(self, request: Request, code: RejectCode, message: str) -> None:
+        self.stats.requests[code] += 1
+        rejected = request.rejection(code, message, None, RETRY_AFTER_MS)
+        self.gateways.reply([Reply(request.submit.gateway, rejected)])
+
+    def _flush(self, reason: str) -> None:
+        """Ends everything the planner holds with one code, whatever is in flight."""
+        if self.planner is not None:
+            for gateway in self.gateways.incarnations:
+                self._reply(self.planner.abort(gateway, None, reason))
+            self._reply(self.planner.lost(0, ordered=True, now=time.monotonic()))
+
+    def _announce(self) -> None:
+        self.log("state", state=self.state)
+        self.gateways.broadcast(self.status())
+
+    def _tick(self) -> None:
+        """Deadlines and silences of others, and a canary when it is due."""
+        now = time.monotonic()
+        stalled = now - self._ticked_at > self._tick_s + STALL_S
+        self._ticked_at = now
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        if not stalled:
+            self.ranks.check(now)
+            self.gateways.check(now)
+        self._pump()
+
+
+async def serve(
+    *,
+    config: SchedulerConfig,
+    replica: str,
+    model: str,
+    tensor_parallel_size: int,
+    run_dir: Path,
+    stop: asyncio.Event,
+    log: Log,
+) -> None:
+    """Runs one replica's scheduler until `stop` is set, then drains. Raises ipc.sockets.EndpointInUse."""
+    scheduler = Scheduler(config, replica, model, tensor_parallel_size, run_dir, log)
+    try:
+        await stop.wait()
+        await scheduler.drain()
+    finally:
+        scheduler.close()

@@ -1,0 +1,93 @@
+"""The bounded pool of live requests, and the two queues (interactive, bulk) of those with rows to run.
+
+Bounds are in requests and in tokens, and count a request from its arrival to its terminal message. Knows nothing of
+steps, budgets or models.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ipc.types import Priority
+from scheduler.request import Request
+
+
+class Pool:
+    """First come, first served within a class. Times are seconds on the monotonic clock."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._live: dict[int, dict[int, Request]] = {}  # gateway → chunk → request
+        self._queues: dict[Priority, OrderedDict[int, Request]] = {"interactive": OrderedDict(), "bulk": OrderedDict()}
+        self._promoted: Request | None = None
+
+    def find(self, gateway: int, chunk_id: int) -> Request | None:
+        return self._live.get(gateway, {}).get(chunk_id)
+
+    def of_gateway(self, gateway: int) -> list[Request]:
+        return list(self._live.get(gateway, {}).values())
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every live request. The pool must not change meanwhile."""
+        return (request for chunks in self._live.values() for request in chunks.values())
+
+    def has_room(self, num_tokens: int) -> bool:
+        return self.num_requests < self.max_requests and self.num_tokens + num_tokens <= self.max_tokens
+
+    def add(self, request: Request) -> None:
+        self._live.setdefault(request.submit.gateway, {})[request.submit.chunk_id] = request
+        self.num_requests += 1
+        self.num_tokens += request.num_tokens
+        self._queue(request)[id(request)] = request
+
+    def close(self, request: Request) -> None:
+        """Forgets a request: its terminal message has been taken."""
+        chunks = self._live[request.submit.gateway]
+        del chunks[request.submit.chunk_id]
+        if not chunks:
+            del self._live[request.submit.gateway]
+        self.num_requests -= 1
+        self.num_tokens -= request.num_tokens
+        self.dequeue(request)
+
+    def dequeue(self, request: Request) -> None:
+        """Takes it out of its queue, if it is there: it has no row to run."""
+        self._queue(request).pop(id(request), None)
+
+    def put_front(self, request: Request) -> None:
+        """Rows of it must run again, before all others of its class."""
+        queue = self._queue(request)
+        queue[id(request)] = request
+        queue.move_to_end(id(request), last=False)
+
+    def head(self, priority: Priority, now: float, expired: list[Request]) -> Request | None:
+        """The first request of a class. Those whose deadline has passed leave the queue into `expired`."""
+        queue = self._queues[priority]
+        while queue:
+            request = next(iter(queue.values()))
+            if request.deadline > now:
+                return request
+            del queue[id(request)]
+            expired.append(request)
+        return None
+
+    def promote(self, now: float, wait_ms: int) -> None:
+        """Lets the oldest bulk request go with the interactive ones if it has waited for `wait_ms`.
+
+        One at a time: a deep bulk queue must not become a wall before interactive work.
+        """
+        queue = self._queues["bulk"]
+        if not queue or (self._promoted is not None and self._promoted.todo):
+            return
+        request = next(iter(queue.values()))
+        if now - request.arrival >= wait_ms / 1000:
+            del queue[id(request)]
+            request.promote()
+            self._promoted = request
+            self._queue(request)[id(request)] = request
+
+    def _queue(self, request: Request) -> "OrderedDict[int, Request]":
+        bulk = request.submit.priority == "bulk" and not request.promoted
+        return self._queues["bulk" if bulk else "interactive"]

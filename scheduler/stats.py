@@ -1,0 +1,95 @@
+"""What a scheduler counts, as Prometheus samples. Plain numbers: whoever does the work counts it."""
+
+from bisect import bisect_left
+from collections import Counter
+
+from ipc.control import ProcessStats
+
+_TOKEN_BOUNDS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_MS_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000)
+
+
+class Histogram:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def samples(self, name: str, labels: str) -> dict[str, float]:
+        """`_bucket`, `_sum` and `_count` samples; buckets are cumulative."""
+        values, total = {}, 0
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            total += count
+            values[f'{name}_bucket{{{labels},le="{bound}"}}'] = float(total)
+        values[f"{name}_sum{{{labels}}}"] = self.sum
+        values[f"{name}_count{{{labels}}}"] = float(total)
+        return values
+
+
+class Stats:
+    """Counters since the start of this process, and a few gauges that their owners keep up to date."""
+
+    def __init__(self, replica: str) -> None:
+        escaped = replica.replace("\\", r"\\").replace('"', r"\"")
+        self._labels = f'replica="{escaped}"'
+        self._process = f"scheduler {replica}"
+        self.requests: Counter[str] = Counter()  # outcome → terminal messages
+        self.step_failures: Counter[str] = Counter()  # kind
+        self.stale: Counter[str] = Counter()  # link → messages dropped: other epoch, unknown step, not decodable
+        self.num_rows = 0
+        self.num_tokens = 0
+        self.num_steps = 0
+        self.num_canaries = 0
+        self.num_deaths = 0
+        self.num_requeued_rows = 0
+        self.num_quarantined = 0
+        self.num_undeliverable = 0
+        self.num_epochs = 0
+        self.batch_tokens = Histogram(_TOKEN_BOUNDS)
+        self.queue_ms = Histogram(_MS_BOUNDS)
+        self.step_ms = Histogram(_MS_BOUNDS)
+        self.pending_requests = 0
+        self.pending_tokens = 0
+        self.steps_in_flight = 0
+        self.last_forward: float | None = None  # when a row last came out right, monotonic seconds
+
+    def forward_age_ms(self, now: float) -> int:
+        """Since a step last finished with a good row; -1 before the first."""
+        return -1 if self.last_forward is None else int((now - self.last_forward) * 1000)
+
+    def samples(self, incarnation: int, now: float) -> ProcessStats:
+        labels, prefix = self._labels, "bouquet_scheduler_"
+        totals = {
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+            "steps": self.num_steps,
+            "canary_steps": self.num_canaries,
+            "rank_deaths": self.num_deaths,
+            "requeued_rows": self.num_requeued_rows,
+            "quarantined_rows": self.num_quarantined,
+            "undeliverable_replies": self.num_undeliverable,
+            "epochs": self.num_epochs,
+        }
+        gauges = {
+            "pending_requests": self.pending_requests,
+            "pending_tokens": self.pending_tokens,
+            "steps_in_flight": self.steps_in_flight,
+            "forward_age_ms": self.forward_age_ms(now),
+        }
+        values = {f"{prefix}{name}_total{{{labels}}}": float(value) for name, value in totals.items()}
+        values |= {f"{prefix}{name}{{{labels}}}": float(value) for name, value in gauges.items()}
+        for name, label, counter in (
+            ("requests", "outcome", self.requests),
+            ("step_failures", "kind", self.step_failures),
+            ("stale_messages", "link", self.stale),
+        ):
+            for key, count in counter.items():
+                values[f'{prefix}{name}_total{{{labels},{label}="{key}"}}'] = float(count)
+        values |= self.batch_tokens.samples(f"{prefix}batch_tokens", labels)
+        values |= self.queue_ms.samples(f"{prefix}queue_ms", labels)
+        values |= self.step_ms.samples(f"{prefix}step_ms", labels)
+        return ProcessStats(self._process, incarnation, values)
