@@ -96,10 +96,10 @@ def check_vectors(vectors: np.ndarray, num_expected: int) -> None:
 
 async def choose_model(stack: Stack, wanted: str | None) -> str:
     """The model to ask: the one named, or the default one where it is served, or the first."""
-    served = [row["id"] for row in (await stack.call("GET", "/v1/models"))["data"]]
+    served: list[str] = [row["id"] for row in (await stack.call("GET", "/v1/models"))["data"]]
     if wanted is None and served:
         return DEFAULT_MODEL if DEFAULT_MODEL in served else served[0]
-    if wanted in served:
+    if wanted is not None and wanted in served:
         return wanted
     raise DemoError(f"model {wanted!r} is not served; served: {', '.join(served) or 'none'}")
 
