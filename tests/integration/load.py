@@ -32,7 +32,8 @@ class Outcome:
 
 
 class Load:
-    """`num_workers` clients in a closed loop until `stop`; each request is 1 to `max_rows` rows of token ids."""
+    """`num_workers` clients in a closed loop until `stop`; each request is 1 to `max_rows` rows of token ids,
+    random ones or drawn from `rows`."""
 
     def __init__(
         self,
@@ -45,11 +46,12 @@ class Load:
         max_tokens: int = 40,
         pause: float = 0.005,
         keep_alive: bool = True,
+        rows: list[list[int]] | None = None,
     ) -> None:
         self.outcome = Outcome()
         self._url, self._model, self._expected = url, model, expected
         self._num_workers, self._max_rows, self._max_tokens = num_workers, max_rows, max_tokens
-        self._pause, self._keep_alive = pause, keep_alive
+        self._pause, self._keep_alive, self._rows = pause, keep_alive, rows
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -73,14 +75,16 @@ class Load:
 
     async def _work(self, generator: random.Random) -> None:
         while not self._stopping.is_set():
-            rows = [
-                [generator.randrange(1000, 30000) for _ in range(generator.randint(1, self._max_tokens))]
-                for _ in range(generator.randint(1, self._max_rows))
-            ]
+            rows = [self._draw(generator) for _ in range(generator.randint(1, self._max_rows))]
             started = time.monotonic()
             await self._send(rows)
             self.outcome.slowest = max(self.outcome.slowest, time.monotonic() - started)
             await asyncio.sleep(self._pause)
+
+    def _draw(self, generator: random.Random) -> list[int]:
+        if self._rows is not None:
+            return generator.choice(self._rows)
+        return [generator.randrange(1000, 30000) for _ in range(generator.randint(1, self._max_tokens))]
 
     async def _send(self, rows: list[list[int]]) -> None:
         body = {"model": self._model, "input": rows, "encoding_format": "base64"}

@@ -9,8 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.config import ServiceConfig, build_config
 from services.health import http_ready
@@ -124,6 +128,16 @@ class Stack:
         """Runs `bouquet …` on this stack."""
         command = [sys.executable, "-m", "services.cli", *arguments, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=CLI_SECONDS, cwd=PROJECT, check=False)
+
+    def embed(self, model: str, rows: list[list[int]]) -> list[NDArray[np.float32]]:
+        """The vectors of `rows`, each asked for alone."""
+        vectors = []
+        for row in rows:
+            body = json.dumps({"model": model, "input": row, "encoding_format": "float"}).encode()
+            request = urllib.request.Request(f"{self.url}/v1/embeddings", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=30) as response:
+                vectors.append(np.array(json.load(response)["data"][0]["embedding"], np.float32))
+        return vectors
 
     def log_ends(self) -> str:
         """The last lines of every log, for a failing test's message."""
