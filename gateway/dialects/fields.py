@@ -1,0 +1,78 @@
+"""What dialects share in reading a body: decoding with the field's name in the error, and texts in all their forms."""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import InvalidRequest
+from gateway.tasks import Text
+
+T = TypeVar("T")
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Texts = str | list[str | TokenId | list[TokenId]]
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
+
+
+def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """Raises InvalidRequest; `param` is the path of the field at fault."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path = _PATH.search(text)
+        missing = _MISSING.search(text)
+        names = [match for match in (path and path["path"], missing and missing["name"]) if match]
+        raise InvalidRequest(_PATH.sub("", text), param=".".join(names) or None) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not valid JSON: it is not UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
+
+
+def refuse_unsupported(body: Any, names: tuple[str, ...]) -> None:
+    """Fields other servers know and this one does not: refused by name, not ignored. Raises InvalidRequest."""
+    for name in names:
+        if getattr(body, name) not in (msgspec.UNSET, None):
+            raise InvalidRequest(
+                f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
+            )
+
+
+def read_texts(field: str, value: Texts) -> list[Text]:
+    """A string, a list of strings, token ids, or a list of token ids, as a list. Raises InvalidRequest."""
+    if isinstance(value, str):
+        _check_text(field, value)
+        return [value]
+    if not value:
+        raise InvalidRequest(f"{field} is empty; give at least one text", param=field)
+    if isinstance(value[0], int):
+        _check_uniform(field, value, int)
+        return [value]  # type: ignore[list-item]  # just checked
+    kind = type(value[0])
+    _check_uniform(field, value, kind)
+    for i, item in enumerate(value):
+        _check_text(f"{field}[{i}]", item)  # type: ignore[arg-type]
+    return value  # type: ignore[return-value]
+
+
+def _check_uniform(field: str, values: list[Any], kind: type) -> None:
+    for i, value in enumerate(values):
+        if type(value) is not kind:
+            text = f"{field} mixes types: {field}[0] is {_name(kind)}, {field}[{i}] is {_name(type(value))}"
+            raise InvalidRequest(text, param=f"{field}[{i}]")
+
+
+def _check_text(name: str, text: Text) -> None:
+    if not text:
+        what = "an empty string" if isinstance(text, str) else "an empty list of token ids"
+        raise InvalidRequest(f"{name} is {what}", param=name)
+
+
+def _name(kind: type) -> str:
+    return {str: "a string", int: "a token id", list: "a list of token ids"}[kind]

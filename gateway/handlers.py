@@ -1,0 +1,187 @@
+"""From a request to its answer, one path per task: parse, admit, encode, split, dispatch, gather, render."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.dialects.registry import Dialect
+from gateway.encode import encode_embed, encode_score, token_limit
+from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, UnknownModel
+from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
+from gateway.models import ServedModel
+from gateway.split import split
+from gateway.state import GATEWAY, Gateway
+from gateway.tasks import EmbedOutcome, EmbedTask, Encoded, Outcome, Rows, ScoreOutcome, ScoreTask, Text, place
+from ipc.types import ModelFacts, OutputSpec, Priority, Timings
+
+T = TypeVar("T", EmbedTask, ScoreTask)
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+INLINE_CHARS = 1000  # about 0.3 ms of encoding; a thread's hand-over costs 0.1 ms and a loaded loop more
+
+
+class Call(Struct):
+    """One request on its way through this module."""
+
+    gateway: Gateway
+    model: ServedModel
+    facts: ModelFacts
+    priority: Priority
+    deadline: float  # on the loop's clock
+    tokenize_ms: float = 0.0
+    timings: Timings | None = None
+
+
+def task_handler(dialect: Dialect) -> Callable[[web.Request], Any]:
+    """The handler of a dialect's route."""
+
+    async def handle(request: web.Request) -> web.Response:
+        gateway = request.app[GATEWAY]
+        with gateway.admission.slot():
+            time_ms = timeout_ms(request, gateway.config)
+            deadline = asyncio.get_running_loop().time() + time_ms / 1000
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await _answer(request, dialect, gateway, deadline)
+            except TimeoutError:
+                raise DeadlineExceeded(f"no answer within {time_ms} ms; allow more with X-Timeout-Ms") from None
+
+    return handle
+
+
+async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, deadline: float) -> web.Response:
+    urgency = priority(request)
+    task = dialect.parse(await read_body(request, gateway.config))
+    model = gateway.models.get(task.model)
+    if model is None:
+        known = ", ".join(sorted(gateway.models))
+        raise UnknownModel(f"no model {task.model[:100]!r} here; there is: {known}", param="model")
+    call = Call(gateway, model, gateway.client.facts(model.name), urgency, deadline)
+    outcome: Outcome
+    match task:
+        case EmbedTask():
+            outcome = await embed(call, task)
+        case ScoreTask():
+            outcome = await score(call, task)
+    return web.Response(body=dialect.render(task, outcome), headers=_headers(call))
+
+
+async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:
+    """Vectors of a task's inputs, in order."""
+    check_items("input", len(task.inputs), call.gateway.config)
+    _check_embedding(call, task)
+    encoded = await _encode(call, encode_embed, task, [("input", task.inputs)])
+    rows = await _dispatch(call, encoded, task.spec, lambda index: place("input", index))
+    return EmbedOutcome(rows, encoded.num_tokens)
+
+
+async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
+    """Scores of a task's pairs, in order. An embedding model's is the cosine of its two vectors."""
+    query_field, document_field, joined_field = task.fields
+    check_items(document_field, max(len(task.pairs), len(task.joined)), call.gateway.config)
+    _check_scoring(call)
+    encoded = await _encode(call, encode_score, task, [(query_field, task.queries), (document_field, task.documents)])
+
+    def culprit(index: int) -> str:
+        if task.joined:
+            return place(joined_field, index)
+        if call.model.kind != "embedding":
+            return place(document_field, task.pairs[index][1])
+        num_queries = len(task.queries)
+        return place(query_field, index) if index < num_queries else place(document_field, index - num_queries)
+
+    rows = await _dispatch(call, encoded, OutputSpec(), culprit)
+    if call.model.kind == "embedding":
+        return ScoreOutcome(_cosines(rows, task), encoded.num_tokens, "cosine_similarity")
+    return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), encoded.num_tokens, "cross_encoder")
+
+
+def _check_embedding(call: Call, task: EmbedTask) -> None:
+    if call.model.kind != "embedding":
+        text = f"{call.model.name!r} scores pairs and gives no embeddings; use /v1/rerank or /v1/score"
+        raise InvalidRequest(text, param="model")
+    dimensions = task.spec.dimensions
+    if dimensions is not None and dimensions > call.facts.dimension:
+        text = f"dimensions is {dimensions}; the model's vectors have {call.facts.dimension}"
+        raise InvalidRequest(text, param="dimensions")
+
+
+def _check_scoring(call: Call) -> None:
+    if call.model.kind != "embedding" and call.facts.dimension != 1:
+        text = (
+            f"{call.model.name!r} gives {call.facts.dimension} values for a pair; scoring needs a model that gives one"
+        )
+        raise InvalidRequest(text, param="model")
+
+
+async def _encode(
+    call: Call,
+    encode: Callable[[T, ServedModel, ModelFacts], Encoded],
+    task: T,
+    inputs: list[tuple[str, list[Text]]],
+) -> Encoded:
+    """Token ids, computed on the pool unless there is little to do."""
+    config, limit = call.gateway.config, token_limit(call.model, call.facts)
+    start = time.perf_counter()
+    num_chars = 0
+    for field, texts in inputs:
+        num_chars += check_chars(field, texts, limit, task.truncate, config)
+    if num_chars <= INLINE_CHARS:
+        encoded = encode(task, call.model, call.facts)
+    else:
+        loop = asyncio.get_running_loop()
+        encoded = await loop.run_in_executor(call.gateway.pool, encode, task, call.model, call.facts)
+    seconds = time.perf_counter() - start
+    call.tokenize_ms = seconds * 1000
+    call.gateway.metrics.tokenize_seconds.observe(seconds)
+    return encoded
+
+
+async def _dispatch(call: Call, encoded: Encoded, spec: OutputSpec, culprit: Callable[[int], str]) -> Rows:
+    """Result rows, all of them; `culprit` names the field a sequence came from."""
+    gateway, name = call.gateway, call.model.name
+    num_tokens = encoded.num_tokens
+    check_tokens(num_tokens, gateway.config)
+    gateway.metrics.prompt_tokens += num_tokens
+    chunks = split(encoded, gateway.config.max_chunk_tokens, gateway.client.num_live(name))
+    job = gateway.client.start(name, chunks, spec, call.priority, call.deadline)
+    try:
+        rows = await job.future
+    except asyncio.CancelledError:
+        late = asyncio.get_running_loop().time() >= call.deadline
+        job.abort("deadline" if late else "disconnect")
+        raise
+    except GatewayError as error:
+        if error.index is not None:
+            error.param = culprit(error.index)
+            error.message = f"{error.param}: {error.message}"
+        raise
+    call.timings = rows.timings
+    return rows
+
+
+def _cosines(rows: Rows, task: ScoreTask) -> list[float]:
+    vectors = rows.matrix("<f4").astype(np.float64)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = vectors / np.where(norms == 0, 1, norms)
+    queries, documents = units[: len(task.queries)], units[len(task.queries) :]
+    q, d = np.array(task.pairs).T
+    cosines: list[float] = np.einsum("ij,ij->i", queries[q], documents[d]).tolist()
+    return cosines
+
+
+def _headers(call: Call) -> dict[str, str]:
+    """JSON, and where the time went."""
+    timings = call.timings
+    if timings is None:
+        return JSON_HEADERS
+    return JSON_HEADERS | {
+        "X-Tokenize-Ms": f"{call.tokenize_ms:.2f}",
+        "X-Queue-Ms": f"{timings.queue_ms:.2f}",
+        "X-Compute-Ms": f"{timings.compute_ms:.2f}",
+    }

@@ -1,0 +1,66 @@
+"""Liveness, readiness, the metrics page and the list of models: what is answered without any model's work."""
+
+from aiohttp import web
+
+from gateway.dialects.openai import render_models
+from gateway.encode import token_limit
+from gateway.errors import NotReady
+from gateway.metrics import render
+from gateway.state import GATEWAY, Gateway
+from ipc.control import ProcessStats
+
+MAX_FORWARD_AGE_MS = 15_000
+
+
+async def live(request: web.Request) -> web.Response:
+    """200 as long as the loop turns; knows nothing of models."""
+    return web.json_response({"status": "live"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 when every model has a replica that is ready and has really computed something lately."""
+    gateway = request.app[GATEWAY]
+    if gateway.draining:
+        raise NotReady("this gateway is stopping", code="draining", retry_after_ms=1000)
+    reasons = {name: reason for name in gateway.models if (reason := _why_not_ready(gateway, name))}
+    if reasons:
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NotReady(f"not ready: {text}", retry_after_ms=1000)
+    return web.json_response({"status": "ready", "models": sorted(gateway.models)})
+
+
+def _why_not_ready(gateway: Gateway, name: str) -> str | None:
+    links = gateway.client.links()[name]
+    if not links:
+        return "no replica is configured"
+    ready_links = [link for link in links if link.live and link.ready]
+    if not ready_links:
+        states = ", ".join(f"{link.replica} is {link.status.state if link.status else 'not reached'}" for link in links)
+        return f"no replica is ready ({states})"
+    age = min(link.forward_age_ms for link in ready_links)
+    if age > MAX_FORWARD_AGE_MS:
+        told = "never" if age == float("inf") else f"{age / 1000:.0f} s ago"
+        return f"its last forward pass was {told}"
+    return None
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Every process's figures: this gateway's fresh, the others' as their schedulers last told them."""
+    gateway = request.app[GATEWAY]
+    processes: list[ProcessStats] = []
+    for links in gateway.client.links().values():
+        for link in links:
+            if link.status is not None:
+                processes.extend(link.status.stats)
+    processes.append(gateway.client.own_stats())
+    return web.Response(body=render(processes), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def models(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    lengths: dict[str, int | None] = {}
+    for name, model in gateway.models.items():
+        facts = gateway.client.known_facts(name)
+        lengths[name] = model.max_seq_length if facts is None else token_limit(model, facts)
+    body = render_models(sorted(gateway.models), gateway.started_at, lengths)
+    return web.Response(body=body, headers={"Content-Type": "application/json"})

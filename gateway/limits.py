@@ -1,0 +1,129 @@
+"""Bounds on what a request may be, checked from the cheapest on: place, headers, body, items, characters, tokens."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from gateway.config import GatewayConfig
+from gateway.errors import InvalidRequest, Overloaded, SlowRequest, TooLarge, UnsupportedMedia
+from gateway.tasks import Text, place
+from ipc.types import Priority
+
+MAX_TIMEOUT_MS = 3_600_000
+MAX_CHARS_PER_TOKEN = 250  # of one text that must not be cut: beyond, it is too long whatever the tokenizer
+MEAN_CHARS_PER_TOKEN = 16  # of a whole request: real text has four or five
+RETRY_AFTER_MS = 1000
+
+
+class Admission:
+    """How many requests are worked on at a time; taken before anything is read or encoded."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_use = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Raises Overloaded."""
+        if self.in_use >= self._limit:
+            text = f"{self._limit} requests are being worked on already; try again later"
+            raise Overloaded(text, retry_after_ms=RETRY_AFTER_MS)
+        self.in_use += 1
+        try:
+            yield
+        finally:
+            self.in_use -= 1
+
+
+async def read_body(request: web.Request, config: GatewayConfig) -> bytes:
+    """Raises UnsupportedMedia, TooLarge, SlowRequest."""
+    _check_media(request)
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise _body_too_large(config)
+    try:
+        if request.content.is_eof():  # came together with the head, as small ones do
+            return await request.read()
+        async with asyncio.timeout(config.body_timeout_ms / 1000):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _body_too_large(config) from None
+    except TimeoutError:
+        raise SlowRequest(f"the body did not arrive within {config.body_timeout_ms} ms") from None
+
+
+def _check_media(request: web.Request) -> None:
+    headers = request.headers
+    media = headers.get("Content-Type")
+    if media is not None and media != "application/json":
+        essence = media.partition(";")[0].strip().lower()
+        if essence != "application/json" and not (essence.startswith("application/") and essence.endswith("+json")):
+            raise UnsupportedMedia(f"Content-Type is {media[:100]!r}; send application/json", param="Content-Type")
+    encoding = headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
+        text = f"Content-Encoding is {encoding[:100]!r}; send the body uncompressed"
+        raise UnsupportedMedia(text, param="Content-Encoding")
+    if "Upgrade" in headers:
+        raise InvalidRequest("this server speaks HTTP/1.1 only; leave out the Upgrade header", param="Upgrade")
+
+
+def _body_too_large(config: GatewayConfig) -> TooLarge:
+    return TooLarge(f"the body is larger than {config.max_body_bytes} bytes; send it in parts", code="body_too_large")
+
+
+def timeout_ms(request: web.Request, config: GatewayConfig) -> int:
+    """The request's time in all: X-Timeout-Ms, or what is configured. Raises InvalidRequest."""
+    value = request.headers.get("X-Timeout-Ms")
+    if value is None:
+        return config.timeout_ms
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and 0 < int(value) <= MAX_TIMEOUT_MS):
+        text = f"X-Timeout-Ms is {value[:20]!r}; give whole milliseconds from 1 to {MAX_TIMEOUT_MS}"
+        raise InvalidRequest(text, param="X-Timeout-Ms")
+    return int(value)
+
+
+def priority(request: web.Request) -> Priority:
+    """X-Priority: `interactive` (default) or `bulk`. Raises InvalidRequest."""
+    match request.headers.get("X-Priority"):
+        case None | "interactive":
+            return "interactive"
+        case "bulk":
+            return "bulk"
+        case value:
+            text = f"X-Priority is {value[:20]!r}; it may be interactive or bulk"
+            raise InvalidRequest(text, param="X-Priority")
+
+
+def check_items(field: str, num_items: int, config: GatewayConfig) -> None:
+    if num_items > config.max_items:
+        text = f"{field} has {num_items} items; at most {config.max_items} are allowed in one request"
+        raise TooLarge(text, param=field, code="too_many_items")
+
+
+def check_chars(field: str, texts: list[Text], max_tokens: int, truncate: bool, config: GatewayConfig) -> int:
+    """How many characters are to be encoded. Refuses what is too much by that alone. Raises TooLarge."""
+    one = MAX_CHARS_PER_TOKEN * max_tokens
+    cut = MEAN_CHARS_PER_TOKEN * max_tokens  # about what truncation leaves to be encoded
+    total = 0
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            continue
+        if len(text) > one and not truncate:
+            message = (
+                f"{place(field, i)} has {len(text)} characters, far more than the {max_tokens} tokens the model takes; "
+                "shorten it or set truncate to true"
+            )
+            raise TooLarge(message, param=place(field, i), code="text_too_long")
+        total += min(len(text), cut) if truncate else len(text)
+    if total > MEAN_CHARS_PER_TOKEN * config.max_request_tokens:
+        limit = config.max_request_tokens
+        message = f"{field} has {total} characters in all, more than fit the {limit} tokens allowed; split the request"
+        raise TooLarge(message, param=field, code="too_many_tokens")
+    return total
+
+
+def check_tokens(num_tokens: int, config: GatewayConfig) -> None:
+    if num_tokens > config.max_request_tokens:
+        text = f"the request has {num_tokens} tokens; at most {config.max_request_tokens} are allowed, split it"
+        raise TooLarge(text, code="too_many_tokens")

@@ -1,0 +1,85 @@
+"""The models served here, as far as their files tell: tokenizer, longest sequence, prompts, kind.
+
+What only the running model knows (vocabulary, dimension, its own limit) comes with a scheduler's Status.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from gateway.template import Prompts, RerankTemplate
+from gateway.tokenize import TextTokenizer, TokenizerError
+
+Kind = Literal["embedding", "cross_encoder", "generative_reranker"]
+_UNLIMITED = 1 << 30  # tokenizer_config.json says "no limit" with a huge number
+
+
+class ModelFilesError(ValueError):
+    """A model directory that cannot be served; the text says what is missing."""
+
+
+class ServedModel(Struct, frozen=True):
+    """`max_seq_length` counts special tokens too; None: the files name no limit."""
+
+    name: str
+    kind: Kind
+    tokenizer: TextTokenizer
+    max_seq_length: int | None
+    prompts: Prompts
+    uses_token_types: bool
+    template: RerankTemplate | None = None
+
+
+def load_model(name: str, directory: Path) -> ServedModel:
+    """Reads a directory in Hugging Face layout. Raises ModelFilesError."""
+    config = _read_json(directory / "config.json")
+    if config is None:
+        raise ModelFilesError(f"model {name!r}: {directory / 'config.json'} is missing")
+    try:
+        tokenizer = TextTokenizer.from_file(directory / "tokenizer.json")
+    except TokenizerError as error:
+        raise ModelFilesError(f"model {name!r}: {error}") from None
+    kind = _kind(config, directory)
+    return ServedModel(
+        name=name,
+        kind=kind,
+        tokenizer=tokenizer,
+        max_seq_length=_max_seq_length(directory),
+        prompts=Prompts.from_config(_read_json(directory / "config_sentence_transformers.json") or {}),
+        uses_token_types=int(config.get("type_vocab_size", 1)) > 1 and tokenizer.pair.type_start is not None,
+        template=RerankTemplate.of(tokenizer) if kind == "generative_reranker" else None,
+    )
+
+
+def _kind(config: dict[str, Any], directory: Path) -> Kind:
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        return "cross_encoder"
+    if "Qwen3ForCausalLM" in architectures and not _has_pooling(directory):
+        return "generative_reranker"
+    return "embedding"
+
+
+def _has_pooling(directory: Path) -> bool:
+    modules = _read_json(directory / "modules.json")
+    return isinstance(modules, list) and any(str(m.get("type", "")).endswith("Pooling") for m in modules)
+
+
+def _max_seq_length(directory: Path) -> int | None:
+    for file, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        value = (_read_json(directory / file) or {}).get(key)
+        if isinstance(value, int | float) and 0 < value < _UNLIMITED:
+            return int(value)
+    return None
+
+
+def _read_json(path: Path) -> Any:
+    """The file's content, None if there is no such file. Raises ModelFilesError."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ModelFilesError(f"{path} is not JSON: {error}") from None

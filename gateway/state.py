@@ -1,0 +1,34 @@
+"""What a handler may touch: the parts of one gateway process, made once in app.create_app."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from gateway.client import SchedulerClient
+from gateway.config import GatewayConfig
+from gateway.limits import Admission
+from gateway.metrics import Metrics
+from gateway.models import ServedModel
+
+
+class Gateway:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        models: dict[str, ServedModel],
+        client: SchedulerClient,
+        metrics: Metrics,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.config = config
+        self.models = models
+        self.client = client
+        self.metrics = metrics
+        self.pool = pool
+        self.admission = Admission(config.max_concurrent_requests)
+        self.draining = False
+        self.started_at = int(time.time())
+
+
+GATEWAY = web.AppKey("gateway", Gateway)

@@ -1,0 +1,149 @@
+"""Text to token ids. Knows tokenizer.json and nothing of models, prompts or requests.
+
+Texts are encoded without special tokens and framed afterwards with the tokens that the tokenizer's own
+post-processor would put around them, which is the same thing and lets a query be encoded once for many
+documents. The file's truncation and padding are switched off; text that spells a special token is plain text.
+"""
+
+from pathlib import Path
+
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+# Text is cut before it is encoded at this many characters per wanted token, and again at four times as many
+# when that was too little; no text is cut twice in vain, and a book costs what its first page costs.
+CUT_CHARS_PER_TOKEN = 12
+CUT_MARGIN_TOKENS = 8
+CUT_SEARCH_CHARS = 1000
+_PROBES = ("a", "b", "the", "1")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer.json that cannot be used; the text says why."""
+
+
+class Frame(Struct, frozen=True):
+    """What stands around one sequence, or around and between two."""
+
+    prefix: list[int]
+    middle: list[int]
+    suffix: list[int]
+    type_start: int | None = None  # pairs: where type 1 begins, counted from the end of the first sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+
+class TextTokenizer:
+    """One model's tokenizer; may be called from several threads at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.single = _single_frame(tokenizer)
+        self.pair = _pair_frame(tokenizer)
+        tokenizer.encode_special_tokens = True  # from here on, text is text
+
+    @classmethod
+    def from_file(cls, path: Path) -> "TextTokenizer":
+        """Raises TokenizerError."""
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except TokenizerError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+    def special_ids(self, text: str) -> list[int]:
+        """Ids of a template's text, in which special tokens are spelled out."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_cut(self, texts: list[str], num_tokens: int) -> list[list[int]]:
+        """As `encode`, each cut to its first `num_tokens` ids, without encoding what will be cut off."""
+        result: list[list[int]] = [[]] * len(texts)
+        pending = list(range(len(texts)))
+        num_chars = CUT_CHARS_PER_TOKEN * (num_tokens + CUT_MARGIN_TOKENS)
+        while pending:
+            pieces = [cut_text(texts[i], num_chars) for i in pending]
+            again = []
+            for i, piece, ids in zip(pending, pieces, self.encode(pieces), strict=True):
+                if len(piece) == len(texts[i]) or len(ids) >= num_tokens + CUT_MARGIN_TOKENS:
+                    result[i] = ids[:num_tokens]
+                else:
+                    again.append(i)
+            pending = again
+            num_chars *= 4
+        return result
+
+    def frame(self, ids: list[int]) -> list[int]:
+        return self.single.prefix + ids + self.single.suffix
+
+    def frame_pair(self, first: list[int], second: list[int]) -> tuple[list[int], int]:
+        """The joined ids, and where type 1 begins in them (their length if nowhere)."""
+        frame = self.pair
+        joined = frame.prefix + first + frame.middle + second + frame.suffix
+        if frame.type_start is None:
+            return joined, len(joined)
+        return joined, len(frame.prefix) + len(first) + frame.type_start
+
+
+def cut_text(text: str, num_chars: int) -> str:
+    """`text` without what lies beyond about `num_chars`, cut where no tokenizer joins: after a letter or digit,
+    before white space. All of it where there is no such place."""
+    if len(text) <= num_chars:
+        return text
+    for end in range(num_chars, max(num_chars - CUT_SEARCH_CHARS, 1), -1):
+        if text[end].isspace() and text[end - 1].isalnum():
+            return text[:end]
+    return text
+
+
+def longest_first(num_first: int, num_second: int, limit: int) -> tuple[int, int]:
+    """How many ids of either sequence stay when both together may have `limit` (transformers' default rule)."""
+    if num_first + num_second <= limit:
+        return num_first, num_second
+    short = min(num_first, num_second)
+    long = short if short > limit else max(short, limit - short)
+    if short + long > limit:
+        short = limit // 2
+        long = short + limit % 2
+    return (short, long) if num_first <= num_second else (long, short)
+
+
+def _single_frame(tokenizer: Tokenizer) -> Frame:
+    for probe in _PROBES:
+        bare = tokenizer.encode(probe, add_special_tokens=False).ids
+        full = tokenizer.encode(probe).ids
+        at = _find(full, bare)
+        if bare and at is not None:
+            return Frame(full[:at], [], full[at + len(bare) :])
+    raise TokenizerError("its post-processor does more than put tokens around a text: not supported")
+
+
+def _pair_frame(tokenizer: Tokenizer) -> Frame:
+    for probe in _PROBES:
+        bare = tokenizer.encode(probe, add_special_tokens=False).ids
+        encoding = tokenizer.encode(probe, probe)
+        full, types = encoding.ids, encoding.type_ids
+        first = _find(full, bare)
+        second = None if first is None else _find(full, bare, first + len(bare))
+        if not bare or first is None or second is None:
+            continue
+        end = first + len(bare)
+        type_start = types.index(1) - end if 1 in types else None
+        return Frame(full[:first], full[end:second], full[second + len(bare) :], type_start)
+    raise TokenizerError("its post-processor does more than put tokens around and between texts: not supported")
+
+
+def _find(ids: list[int], part: list[int], start: int = 0) -> int | None:
+    return next((i for i in range(start, len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
