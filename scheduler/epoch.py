@@ -11,16 +11,26 @@ from ipc.step_ring import Arrays, StepRing, layout_for
 from ipc.types import ModelFacts, new_incarnation
 from scheduler.membership import Member
 
+_POSITIVE_FACTS = (
+    "vocab_size",
+    "max_model_len",
+    "dimension",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_steps_in_flight",
+    "quadratic_tokens",
+)
 
-class FactsDisagree(ValueError):
-    """The ranks of one replica do not serve the same model in the same way."""
+
+class BadFacts(ValueError):
+    """The ranks of one replica do not serve the same model in the same way, or in no way at all."""
 
 
 class Epoch:
     """`members` are in rank order. Times are seconds on the monotonic clock."""
 
     def __init__(self, members: list[Member], now: float) -> None:
-        """Raises FactsDisagree; OSError where the memory of the ring is not to be had."""
+        """Raises BadFacts; OSError where the memory of the ring is not to be had."""
         self.id = new_incarnation()
         self.members = members
         self.facts = agreed_facts([member.facts for member in members])
@@ -46,10 +56,10 @@ class Epoch:
         return Join(self.id, scheduler, member.rank, incarnations, rendezvous, self.ring.layout)
 
     def final_facts(self) -> ModelFacts:
-        """What all ranks said when they were ready, no larger than the ring. Raises FactsDisagree."""
+        """What all ranks said when they were ready, no larger than the ring. Raises BadFacts."""
         facts = agreed_facts([facts for _, facts in self.ready.values()])
         if facts.dimension != self.facts.dimension or facts.task != self.facts.task:
-            raise FactsDisagree("the model loaded has another task or dimension than its configuration said")
+            raise BadFacts("the model loaded has another task or dimension than its configuration said")
         return replace(
             facts,
             max_num_seqs=min(facts.max_num_seqs, self.facts.max_num_seqs),
@@ -97,10 +107,13 @@ class Epoch:
 
 
 def agreed_facts(facts: list[ModelFacts]) -> ModelFacts:
-    """The facts of all ranks as one: num_blocks is the minimum. Raises FactsDisagree."""
+    """The facts of all ranks as one: num_blocks is the minimum. Raises BadFacts."""
+    for name in _POSITIVE_FACTS:
+        if getattr(facts[0], name) < 1:
+            raise BadFacts(f"rank 0 says {name} = {getattr(facts[0], name)}: it must be at least 1")
     alike = [replace(each, num_blocks=0) for each in facts]
     for rank, each in enumerate(alike):
         if each != alike[0]:
             fields = [name for name in each.__struct_fields__ if getattr(each, name) != getattr(alike[0], name)]
-            raise FactsDisagree(f"ranks 0 and {rank} disagree on {', '.join(fields)}: give them one configuration")
+            raise BadFacts(f"ranks 0 and {rank} disagree on {', '.join(fields)}: give them one configuration")
     return replace(facts[0], num_blocks=min(each.num_blocks for each in facts))

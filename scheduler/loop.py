@@ -134,7 +134,10 @@ class Scheduler:
                 self.log("facts_changed", model=self.model)
                 self._flush("not_ready")
             self.facts = facts
-            self.planner = self._planners[facts.task](facts, self.config, self.stats, self.quarantine)
+            factory = self._planners.get(facts.task)
+            if factory is None:
+                self.log("no_planner", level="error", task=facts.task, known=sorted(self._planners))
+            self.planner = factory and factory(facts, self.config, self.stats, self.quarantine)
         self._announce()
         self._pump_soon()
 
@@ -155,7 +158,7 @@ class Scheduler:
     def state(self) -> ReplicaState:
         if self.draining:
             return "draining"
-        return "ready" if self.ranks.is_ready else "starting"
+        return "ready" if self.ranks.is_ready and self.planner is not None else "starting"
 
     def status(self) -> Status:
         now = time.monotonic()

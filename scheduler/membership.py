@@ -8,21 +8,18 @@ import contextlib
 import os
 import select
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
 from ipc.control import Hello
-from ipc.membership import MembershipSocket
+from ipc.membership import MembershipListener, MembershipSocket
 from ipc.types import PROTOCOL_VERSION, ModelFacts
-
-HELLO_TIMEOUT_S = 1.0  # from the first byte of a Hello to its last
 
 
 class Member:
-    """One living rank process. `killed` and `gone` are final."""
+    """One rank process, from its Hello to its death."""
 
     def __init__(self, channel: MembershipSocket, hello: Hello, facts: ModelFacts, pidfd: int) -> None:
         self.rank = hello.index
@@ -31,7 +28,6 @@ class Member:
         self.facts = facts
         self.channel = channel
         self.pidfd = pidfd
-        self.joined = False  # it has been told to join an epoch, which happens once
         self.gone = False
 
     def send(self, message: Struct, fd: int | None = None) -> bool:
@@ -61,27 +57,21 @@ class Membership:
         on_gone: Callable[[Member], None],
         log: Callable[..., None],
     ) -> None:
-        """The caller holds the replica's lock, so that a socket file found at `path` is a dead one's."""
+        """Raises ipc.sockets.EndpointInUse if another scheduler serves this replica."""
         self._on_hello = on_hello
         self._on_gone = on_gone
         self._log = log
         self._loop = asyncio.get_running_loop()
-        self._path = path
         self._waiting: set[MembershipSocket] = set()  # connected, not a word yet
         self._members: set[Member] = set()
         self._last_refusal = (0, "")
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(os.fspath(path))
-        self._listener.listen()
+        self._listener = MembershipListener(path)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         """Lets go of every rank: they see the end of the socket and say Hello to a successor."""
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        self._path.unlink(missing_ok=True)
         for channel in list(self._waiting):
             self._forget(channel)
         for member in list(self._members):
@@ -95,10 +85,8 @@ class Membership:
         self._release(member)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._listener.accept()
-            connection.settimeout(HELLO_TIMEOUT_S)
-            channel = MembershipSocket(connection)
+        channel = self._listener.accept()
+        if channel is not None:
             self._waiting.add(channel)
             self._loop.add_reader(channel.fileno(), self._read_hello, channel)
 

@@ -22,7 +22,7 @@ from ipc.step import Ready, Shutdown, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.types import ModelFacts
 from scheduler.config import SchedulerConfig
-from scheduler.epoch import Epoch, FactsDisagree
+from scheduler.epoch import BadFacts, Epoch
 from scheduler.membership import Member, Membership
 from scheduler.stats import Stats
 
@@ -159,7 +159,7 @@ class RankLink:
         members = [self._fresh[rank] for rank in range(self._size)]
         try:
             epoch = Epoch(members, time.monotonic())
-        except (FactsDisagree, OSError) as error:
+        except (BadFacts, OSError) as error:
             self._log("no_epoch", level="error", reason=str(error))
             for member in members:
                 del self._fresh[member.rank]
@@ -256,7 +256,7 @@ class RankLink:
             return
         try:
             facts = epoch.final_facts()
-        except FactsDisagree as error:
+        except BadFacts as error:
             self._end_epoch(str(error))
             return
         self._log("ranks_ready", epoch=f"{epoch.id:x}", load_ms=message.load_ms)

@@ -6,7 +6,7 @@ from collections import Counter
 from ipc.control import ProcessStats
 
 _TOKEN_BOUNDS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-_MS_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000)
+_SECONDS_BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class Histogram:
@@ -36,7 +36,7 @@ class Stats:
     def __init__(self, replica: str) -> None:
         escaped = replica.replace("\\", r"\\").replace('"', r"\"")
         self._labels = f'replica="{escaped}"'
-        self._process = f"scheduler {replica}"
+        self._process = f"scheduler/{replica}"
         self.requests: Counter[str] = Counter()  # outcome → terminal messages
         self.step_failures: Counter[str] = Counter()  # kind
         self.stale: Counter[str] = Counter()  # link → messages dropped: other epoch, unknown step, not decodable
@@ -50,8 +50,8 @@ class Stats:
         self.num_undeliverable = 0
         self.num_epochs = 0
         self.batch_tokens = Histogram(_TOKEN_BOUNDS)
-        self.queue_ms = Histogram(_MS_BOUNDS)
-        self.step_ms = Histogram(_MS_BOUNDS)
+        self.queue_seconds = Histogram(_SECONDS_BOUNDS)
+        self.step_seconds = Histogram(_SECONDS_BOUNDS)
         self.pending_requests = 0
         self.pending_tokens = 0
         self.steps_in_flight = 0
@@ -90,6 +90,6 @@ class Stats:
             for key, count in counter.items():
                 values[f'{prefix}{name}_total{{{labels},{label}="{key}"}}'] = float(count)
         values |= self.batch_tokens.samples(f"{prefix}batch_tokens", labels)
-        values |= self.queue_ms.samples(f"{prefix}queue_ms", labels)
-        values |= self.step_ms.samples(f"{prefix}step_ms", labels)
+        values |= self.queue_seconds.samples(f"{prefix}queue_seconds", labels)
+        values |= self.step_seconds.samples(f"{prefix}step_seconds", labels)
         return ProcessStats(self._process, incarnation, values)

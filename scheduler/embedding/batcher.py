@@ -196,7 +196,7 @@ class EncodePlanner:
         self._finished_at = now
         stats = self._stats
         stats.num_steps += 1
-        stats.step_ms.observe(result.compute_us / 1000)
+        stats.step_seconds.observe(result.compute_us / 1e6)
         status = read_status(step.num_seqs, arrays)
         clean = not status.any()
         if clean or (status == STATUS_OK).any():
@@ -319,7 +319,7 @@ class EncodePlanner:
                 self._pool.close(request)
                 self._stats.requests["ok" if request.failure is None else request.failure.code] += 1
                 if request.first_step_at is not None:
-                    self._stats.queue_ms.observe((request.first_step_at - request.arrival) * 1000)
+                    self._stats.queue_seconds.observe(request.first_step_at - request.arrival)
                 replies.append(Reply(request.submit.gateway, message, payload))
         self._publish()
         return replies

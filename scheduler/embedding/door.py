@@ -5,6 +5,7 @@ The gateway has validated for the user's sake; this is for the neighbours' sake.
 
 from itertools import accumulate
 
+from ipc.sockets import MAX_MESSAGE_BYTES
 from ipc.types import ModelFacts, OutputSpec
 from scheduler.request import Request
 
@@ -32,8 +33,11 @@ def admit(request: Request, facts: ModelFacts) -> None:
     ids = request.input_ids
     if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
         _raise_bad_id(request, cu_seqlens, facts.vocab_size)
+    num_bytes = row_bytes(request.submit.spec, facts)
+    if num_bytes * len(lengths) > MAX_MESSAGE_BYTES:
+        raise Invalid(f"{len(lengths)} rows of {num_bytes} bytes do not fit one message: split the chunk")
     cu_cost = list(accumulate((n + n * n / facts.quadratic_tokens for n in lengths), initial=0.0))
-    request.open(cu_seqlens, cu_cost, row_bytes(request.submit.spec, facts))
+    request.open(cu_seqlens, cu_cost, num_bytes)
 
 
 def row_bytes(spec: OutputSpec, facts: ModelFacts) -> int:

@@ -1,0 +1,136 @@
+"""Interactive and bulk work in one planner: who gets how much of each step, and nobody starves."""
+
+import pytest
+
+from scheduler.embedding.budget import Sharing
+from tests.scheduler.sim import Sim, facts
+
+INTERACTIVE, BULK = 1, 2
+
+
+def _steps(sim: Sim, num_steps: int, interactive: list[int] | None, bulk: list[int] | None) -> list[tuple[int, int]]:
+    """Tokens (interactive, bulk) of each step while more of both than fits keeps coming."""
+    chunk = 10_000
+    shares: list[tuple[int, int]] = []
+    waiting = {INTERACTIVE: 0, BULK: 0}
+    seen = 0
+    while len(shares) < num_steps:
+        for kind, lengths in ((INTERACTIVE, interactive), (BULK, bulk)):
+            while lengths is not None and waiting[kind] < 4 * sim.facts.max_num_batched_tokens:
+                chunk += 1
+                sim.submit(chunk, [[kind] * n for n in lengths], priority="bulk" if kind == BULK else "interactive")
+                waiting[kind] += sum(lengths)
+        sim.fill()
+        for rows in sim.contents[seen:]:
+            for row in rows:
+                waiting[row[0]] -= len(row)
+        seen = len(sim.contents)
+        rows = sim.contents[len(shares)]
+        taken = [sum(len(row) for row in rows if row[0] == kind) for kind in (INTERACTIVE, BULK)]
+        shares.append((taken[0], taken[1]))
+        sim.now += 0.001
+        sim.finish()
+    return shares
+
+
+@pytest.fixture
+def sim() -> Sim:
+    """Bulk never moves up, and no canaries: what is seen is the share alone."""
+    return Sim(facts(max_num_seqs=128), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+
+
+def test_interactive_goes_first(sim: Sim) -> None:
+    for chunk in range(20):
+        sim.submit(chunk, [[BULK] * 10], priority="bulk")
+    sim.submit(100, [[INTERACTIVE] * 10])
+    sim.fill()
+    assert sim.contents[0][0] == [INTERACTIVE] * 10
+
+
+def test_bulk_keeps_its_share_of_every_step(sim: Sim) -> None:
+    shares = _steps(sim, 50, interactive=[4], bulk=[4])
+    assert all(bulk >= 12 for _, bulk in shares[1:]), shares  # 10 % of 128, in rows of 4
+    assert sum(i for i, _ in shares) > 4 * sum(b for _, b in shares)
+
+
+def test_bulk_rows_larger_than_the_share_get_their_turn(sim: Sim) -> None:
+    shares = _steps(sim, 60, interactive=[4], bulk=[64])
+    assert sum(bulk for _, bulk in shares) >= 0.09 * sum(i + b for i, b in shares)
+    assert sum(interactive for interactive, _ in shares) >= 0.75 * sum(i + b for i, b in shares)
+
+
+def test_bulk_as_large_as_a_step_does_not_starve_and_starves_nobody() -> None:
+    sim = Sim(facts(max_num_batched_tokens=64), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    shares = _steps(sim, 100, interactive=[64], bulk=[64])
+    assert 8 <= sum(bulk > 0 for _, bulk in shares) <= 25
+    assert sum(interactive > 0 for interactive, _ in shares) >= 75
+
+
+def test_interactive_rows_as_large_as_a_step_do_not_starve_behind_small_bulk() -> None:
+    sim = Sim(facts(max_num_batched_tokens=64), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    shares = _steps(sim, 100, interactive=[64], bulk=[4] * 16)
+    assert sum(interactive > 0 for interactive, _ in shares) >= 75
+    assert sum(bulk for _, bulk in shares) >= 0.08 * 64 * 100
+
+
+def test_bulk_keeps_a_row_when_sequences_and_not_tokens_are_scarce() -> None:
+    sim = Sim(facts(max_num_seqs=8), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    shares = _steps(sim, 50, interactive=[1], bulk=[1])
+    assert all(bulk >= 1 for _, bulk in shares[1:])
+
+
+def test_one_sequence_a_step_still_serves_both() -> None:
+    sim = Sim(facts(max_num_seqs=1), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    shares = _steps(sim, 100, interactive=[40], bulk=[40])
+    assert sum(bulk > 0 for _, bulk in shares) >= 2
+    assert sum(interactive > 0 for interactive, _ in shares) >= 75
+
+
+def test_bulk_alone_takes_everything(sim: Sim) -> None:
+    shares = _steps(sim, 5, interactive=None, bulk=[8])
+    assert shares == [(0, 128)] * 5
+
+
+def test_nothing_is_kept_for_bulk_that_is_not_there(sim: Sim) -> None:
+    shares = _steps(sim, 5, interactive=[8], bulk=None)
+    assert shares == [(128, 0)] * 5
+
+
+def test_what_bulk_leaves_goes_to_interactive(sim: Sim) -> None:
+    for chunk in range(40):
+        sim.submit(chunk, [[INTERACTIVE] * 8])
+    sim.submit(100, [[BULK] * 2], priority="bulk")
+    sim.fill()
+    assert sum(len(row) for row in sim.contents[0]) >= 122
+    assert [BULK] * 2 in sim.contents[0]
+
+
+def test_bulk_that_waited_goes_with_the_interactive_ones_one_at_a_time() -> None:
+    sim = Sim(bulk_share=0.0, bulk_wait_ms=2000, canary_interval_ms=10**9)
+    for chunk in range(10, 14):
+        sim.submit(chunk, [[INTERACTIVE] * 60] * 4)
+    for chunk in range(3):
+        sim.submit(chunk, [[BULK + chunk] * 60] * 4, priority="bulk", gateway=8)
+    shares: list[list[int]] = []
+    for step in range(60):
+        for _ in range(2):  # as much as fits, so that nothing is left over
+            sim.submit(100 + len(sim.rows), [[INTERACTIVE] * 60])
+        sim.fill()
+        shares.append([row[0] for row in sim.contents[step]])
+        sim.now += 0.25
+        sim.finish()
+    first = [next(i for i, rows in enumerate(shares) if BULK + chunk in rows) for chunk in range(3)]
+    assert first == sorted(first)
+    assert first[0] >= 8  # not before two seconds
+    assert len(set(first)) == 3  # and not all at once
+
+
+def test_credit_is_forgotten_when_bulk_is_gone() -> None:
+    sharing = Sharing(0.5)
+    sim = Sim(bulk_wait_ms=10**9)
+    sim.planner._sharing = sharing
+    sim.submit(1, [[BULK] * 3], priority="bulk")
+    sim.run()
+    sim.submit(2, [[INTERACTIVE] * 64] * 2)
+    sim.fill()
+    assert len(sim.contents[-1]) == 2
