@@ -51,11 +51,11 @@ class Samples:
 
 
 def header_means(responses: list[Response]) -> dict[str, float]:
-    """Means of the headers `X-Bouquet-…-Ms`, by lower-case name."""
+    """Means of the headers `X-…-Ms`, by lower-case name."""
     sums: dict[str, float] = {}
     for response in responses:
         for name, value in response.headers().items():
-            if name.startswith("x-bouquet-") and name.endswith("-ms"):
+            if name.startswith("x-") and name.endswith("-ms"):
                 sums[name] = sums.get(name, 0.0) + float(value)
     return {name: round(total / len(responses), 4) for name, total in sums.items()}
 

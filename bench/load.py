@@ -41,7 +41,7 @@ class LoadResult(Struct, kw_only=True):
     seconds: float
     latencies_ms: list[float]
     errors: dict[str, int] = {}
-    headers_ms: dict[str, float] = {}  # means of the answers' X-Bouquet-*-Ms headers
+    headers_ms: dict[str, float] = {}  # means of the answers' X-…-Ms headers (tokenize, queue, compute)
 
     @property
     def requests_per_s(self) -> float:
