@@ -33,8 +33,9 @@ RELEASE_SLOT, RELEASE_GENERATION = range(2)
 ) = range(7)
 # new_blocks: (slot, index in its block table, block)
 BLOCK_SLOT, BLOCK_INDEX, BLOCK_ID = range(3)
-# rows: one line per sequence taking part. Its tokens: prefill, `num_tokens` ids from `input_offset`; decode, the
-# slot's last token; verify, the last token and up to `draft_length` drafts that the rank proposes itself.
+# rows: one line per sequence taking part. Its tokens: prefill, `num_tokens` ids from `input_offset` and, where no
+# token is sampled, one more behind them that the next chunk begins with (draft heads and prompt logprobs need it);
+# decode, the slot's last token; verify, the last token and up to `draft_length` drafts that the rank proposes itself.
 (
     GEN_SLOT,
     GEN_GENERATION,
@@ -43,7 +44,7 @@ BLOCK_SLOT, BLOCK_INDEX, BLOCK_ID = range(3)
     GEN_SAMPLE,  # 0 for a prefill chunk that is not the last: no token comes of it
     GEN_INPUT_OFFSET,
     GEN_DRAFT_LENGTH,  # at most the plan's
-    GEN_MAX_LENGTH,  # bound of the slot's computed tokens after the step (exact for prefill), for planning on the host
+    GEN_MAX_LENGTH,  # computed tokens the slot has after the step at most, for planning on the host; exact for prefill
 ) = range(8)
 KIND_PREFILL, KIND_DECODE, KIND_VERIFY = range(3)
 
@@ -55,9 +56,9 @@ class StepPlan(Struct, frozen=True, tag=True, omit_defaults=True):
     """One step. Names deltas only; positions and lengths of decode and verify rows are the device's own state.
 
     `draft_length` is q - 1 for every row of a verify step; a row's own may be shorter, the rest is padding.
-    `last_applied` is the newest step whose outcome the planner knew. A rank answers StepFailed(oom) to a generate
-    step planned before the planner knew of an earlier failure (`last_applied` < the failed step): it applies the
-    tables, and computes nothing.
+    `last_applied` is the newest step whose outcome the planner knew. When step f of a generation ran out of memory,
+    a rank answers StepFailed(oom) to every later step with `last_applied` < f as well (which counts as no further
+    f): it applies their tables and computes nothing, since they were planned on top of f.
     """
 
     epoch: Id

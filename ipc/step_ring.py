@@ -96,7 +96,7 @@ def generate_layout(facts: ModelFacts) -> RingLayout:
     """Slots of a decoder. T = max_num_batched_tokens, N = max_num_seqs, L = max_model_len, k = max_draft_tokens,
     M = max_logprobs, B = N · (3 + k / 16) + (T + L) / block_size, P = min(T, 1024).
 
-    inputs:  input_ids int32 [T + L], prefill tokens and the ids of prefix hits · tables (columns: ipc.step)
+    inputs:  input_ids int32 [T + N + L], the ids of prefill rows and of prefix hits · tables (columns: ipc.step)
              rows int32 [N, 8], admissions int32 [N, 8], new_blocks int32 [B, 3], releases int32 [N, 2] · params
              uint8, the msgpack SamplingParams of admissions
     outputs: status int32 [N] · num_tokens int32 [N], tokens each row got · tokens int32 [N, k+1], accepted drafts,
@@ -109,14 +109,15 @@ def generate_layout(facts: ModelFacts) -> RingLayout:
     the next.
     """
     n, t, k, m = facts.max_num_seqs, facts.max_num_batched_tokens, facts.max_draft_tokens, facts.max_logprobs
-    num_ids, num_prompt_logprobs = t + facts.max_model_len, min(t, MAX_PROMPT_LOGPROBS)
+    num_prompt_logprobs = min(t, MAX_PROMPT_LOGPROBS)
+    num_blocks = n * (3 + k // 16) + (t + facts.max_model_len) // facts.block_size
     return RingLayout(
         num_slots=facts.num_steps_in_flight + 2,
         inputs=(
-            ArrayField("input_ids", "int32", (num_ids,)),
+            ArrayField("input_ids", "int32", (t + n + facts.max_model_len,)),
             ArrayField("rows", "int32", (n, 8)),
             ArrayField("admissions", "int32", (n, 8)),
-            ArrayField("new_blocks", "int32", (n * (3 + k // 16) + num_ids // facts.block_size, 3)),
+            ArrayField("new_blocks", "int32", (num_blocks, 3)),
             ArrayField("releases", "int32", (n, 2)),
             ArrayField("params", "uint8", (max(n * 1024, MIN_PARAMS_BYTES),)),
         ),
