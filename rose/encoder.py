@@ -1,0 +1,125 @@
+"""An encoder on one device: packed rows of a slot in, their bytes and status in the slot out.
+
+Knows neither processes nor threads. Everything here is a launch: on a GPU nothing waits for the device.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ipc.step import ROW_TYPE_START, STATUS_BAD_TOKEN, STATUS_NON_FINITE
+from rose.attention.interface import AttentionBackend
+from rose.batch import encode_batch
+from rose.layers.linear import Linear
+from rose.layers.packed_linear import pack_linears
+from rose.models.config import ModelConfig
+from rose.models.registry import build_model
+from rose.models.task import DenseSpec, EmbedTask, ScoreTask
+from rose.pooling import OutputDefaults, RowGroup, convert, group_rows, pool
+from rose.weights.loader import load_weights, weight_files
+
+
+class Rows(NamedTuple):
+    """Sequences of one step, as views of its slot. N rows, T tokens."""
+
+    input_ids: NDArray[np.int32]  # [T]
+    cu_seqlens: NDArray[np.int32]  # [N+1], its first offset need not be 0
+    table: NDArray[np.int32]  # [N, 8]
+    bad_tokens: NDArray[np.bool_]  # [N], rows with ids outside the vocabulary (replaced by 0 in input_ids)
+    status: Tensor  # int32 [N], out
+    values: Tensor  # uint8, out; rows at their offsets
+
+
+class Encoder:
+    """A model with its task's head."""
+
+    def __init__(
+        self, model: nn.Module, head: nn.Module, task: EmbedTask | ScoreTask, attention: AttentionBackend, device: str
+    ) -> None:
+        self._model = model
+        self._head = head
+        self._attention = attention
+        self._device = torch.device(device)
+        self._pools = isinstance(task, EmbedTask)
+        self._defaults = _defaults(task)
+
+    def run(self, rows: Rows) -> None:
+        """Forward pass of `rows`, results into its `status` and `values`."""
+        batch = encode_batch(rows.input_ids, rows.cu_seqlens, rows.table[:, ROW_TYPE_START], self._device)
+        hidden = self._model(batch, self._attention.ragged(batch.sequences))
+        failed = torch.from_numpy(rows.bad_tokens).to(self._device, non_blocking=True).to(torch.int32)
+        failed.mul_(STATUS_BAD_TOKEN)
+        pooled: dict[str, Tensor] = {}
+        for group in group_rows(rows.table, self._defaults):
+            vectors = pooled.get(group.pooling)
+            if vectors is None:
+                vectors = self._head(pool(hidden, batch.sequences, group.pooling)) if self._pools else hidden
+                pooled[group.pooling] = vectors
+                failed.masked_fill_(~vectors.isfinite().all(dim=-1) & (failed == 0), STATUS_NON_FINITE)
+            _write(group, vectors, failed, self._defaults, rows.values)
+        rows.status.copy_(failed, non_blocking=True)
+
+
+def load_encoder(
+    directory: Path,
+    config: ModelConfig,
+    task: EmbedTask | ScoreTask,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    attention: AttentionBackend,
+) -> Encoder:
+    """Builds the model on `device` and streams its weights. Raises ModelError."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = build_model(config, task)
+    finally:
+        torch.set_default_dtype(default)
+    load_weights(model, weight_files(directory))
+    with torch.device(device):
+        head = _build_head(task)
+    model.requires_grad_(False).eval()
+    pack_linears(model)
+    return Encoder(model, head, task, attention, device)
+
+
+def _build_head(task: EmbedTask | ScoreTask) -> nn.Module:
+    """The projections of an embedding model, in float32 whatever the model's dtype is."""
+    if isinstance(task, ScoreTask):
+        return nn.Identity()
+    return nn.Sequential(*(_load_dense(spec) for spec in task.dense)).requires_grad_(False)
+
+
+def _load_dense(spec: DenseSpec) -> nn.Module:
+    layer = Linear(spec.in_features, spec.out_features, bias=spec.bias, act=spec.act)
+    layer.prefixes = ("linear.",)  # type: ignore[assignment]
+    load_weights(layer, weight_files(spec.directory))
+    return layer
+
+
+def _defaults(task: EmbedTask | ScoreTask) -> OutputDefaults:
+    if isinstance(task, ScoreTask):
+        return OutputDefaults("cls", task.num_labels, False, "scaled")
+    return OutputDefaults(task.pooling, task.dimension, task.normalize, task.int8)
+
+
+def _write(group: RowGroup, vectors: Tensor, failed: Tensor, defaults: OutputDefaults, values: Tensor) -> None:
+    """Puts a group's rows at their offsets: in one copy where they follow each other without gaps."""
+    if len(group.rows) != len(vectors):
+        index = torch.tensor(group.rows, device=vectors.device)
+        vectors, failed = vectors[index], failed[index]
+    block = convert(vectors, group, defaults.int8).masked_fill_(failed[:, None] != 0, 0)
+    num_rows, row_bytes = block.shape
+    offsets = group.offsets
+    if (np.diff(offsets) == row_bytes).all():
+        first = int(offsets[0])
+        values[first : first + num_rows * row_bytes].view(num_rows, row_bytes).copy_(block, non_blocking=True)
+        return
+    for row, offset in enumerate(offsets.tolist()):
+        values[offset : offset + row_bytes].copy_(block[row], non_blocking=True)

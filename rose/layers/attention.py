@@ -1,0 +1,25 @@
+"""The attention layer as models see it: heads in, heads out. How it is computed is the step's `Attend`."""
+
+from torch import Tensor, nn
+
+from rose.attention.interface import Attend, AttentionShape
+
+
+class Attention(nn.Module):
+    """Splits packed projections into heads and attends.
+
+    q [T, num_heads * head_dim], k and v [T, num_kv_heads * head_dim] -> [T, num_heads * head_dim]
+    """
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool) -> None:
+        super().__init__()
+        self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        shape = self.shape
+        return attend(
+            q.view(-1, shape.num_heads, shape.head_dim),
+            k.view(-1, shape.num_kv_heads, shape.head_dim),
+            v.view(-1, shape.num_kv_heads, shape.head_dim),
+            shape,
+        ).view(-1, shape.num_heads * shape.head_dim)

@@ -1,0 +1,37 @@
+"""Matrix products with a bias and, where one follows at once, an activation.
+
+`FusedLinear` is several projections of the same input in one matrix: q, k, v or gate, up.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rose.layers.activation import activation
+
+
+class Linear(nn.Module):
+    """y = act(x · weightᵀ + bias); x [T, in_features], y [T, out_features]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, act: str = "identity") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.act = act
+        self._activation = None if act == "identity" else activation(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if self._activation is None else self._activation(y)
+
+
+class FusedLinear(Linear):
+    """Projections of one input stacked along the output: weight [sum(sizes), in_features]."""
+
+    def __init__(self, in_features: int, sizes: tuple[int, ...], *, bias: bool = True) -> None:
+        super().__init__(in_features, sum(sizes), bias=bias)
+        self.sizes = sizes
+
+    def part(self, parameter: Tensor, index: int) -> Tensor:
+        """The rows of `parameter` (weight or bias) that belong to projection `index`."""
+        return parameter.narrow(0, sum(self.sizes[:index]), self.sizes[index])

@@ -1,0 +1,122 @@
+"""BERT. Tensors are packed: T tokens of all sequences, H hidden, I intermediate.
+
+x = LayerNorm(word + position + type)                       [T, H]
+per layer:  x = LayerNorm(x + W_o attention(W_qkv x))       [T, H]
+            x = LayerNorm(x + W_down gelu(W_up x))          [T, H]
+"""
+
+from torch import Tensor, nn
+
+from rose.attention.interface import Attend
+from rose.batch import EncodeBatch
+from rose.layers.attention import Attention
+from rose.layers.embedding import Embedding
+from rose.layers.linear import FusedLinear, Linear
+from rose.layers.norm import LayerNorm
+from rose.models.config import ModelConfig
+
+FUSED = {"query_key_value": ("query", "key", "value")}
+
+
+class BertEmbeddings(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, config.norm_eps)
+        self._position_offset = config.position_offset
+
+    def forward(self, batch: EncodeBatch) -> Tensor:
+        x = self.word_embeddings(batch.input_ids)
+        if batch.token_types is None:
+            x.add_(self.token_type_embeddings.weight[0])
+        else:
+            x.add_(self.token_type_embeddings(batch.token_types))
+        return self.LayerNorm(x, self.position_embeddings(batch.positions + self._position_offset))
+
+
+class BertSelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.query_key_value = FusedLinear(config.hidden_size, 3 * (config.hidden_size,))
+        self.attention = Attention(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            causal=config.causal,
+        )
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.query_key_value(x).chunk(3, dim=-1)
+        return self.attention(q, k, v, attend)
+
+
+class BertOutput(nn.Module):
+    """LayerNorm(residual + dense(x)): closes both halves of a layer."""
+
+    def __init__(self, config: ModelConfig, in_features: int) -> None:
+        super().__init__()
+        self.dense = Linear(in_features, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(x), residual)
+
+
+class BertAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertOutput(config, config.hidden_size)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        return self.output(self.self(x, attend), x)
+
+
+class BertIntermediate(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.intermediate_size, act=config.hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x)
+
+
+class BertLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = BertAttention(config)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config, config.intermediate_size)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = self.attention(x, attend)
+        return self.output(self.intermediate(x), x)
+
+
+class BertEncoder(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        for layer in self.layer:
+            x = layer(x, attend)
+        return x
+
+
+class BertModel(nn.Module):
+    """Token ids -> hidden states [T, H]."""
+
+    fused = FUSED
+    prefixes = ("bert.",)
+    unused = ("pooler.", "cls.", "embeddings.position_ids")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+
+    def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
+        return self.encoder(self.embeddings(batch), attend)

@@ -1,0 +1,112 @@
+"""A model's shape, read from its Hugging Face config.json. Knows files, no tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+POSITION_RESERVE = {"xlm-roberta": 1, "roberta": 1}  # position embeddings start at pad_token_id + 1
+
+
+class ModelError(ValueError):
+    """A model directory that cannot be served; the text says which file or key, why, and what to do."""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Sizes and switches of one transformer. Field names are Hugging Face's where they have one."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    norm_eps: float
+    max_position_embeddings: int
+    type_vocab_size: int = 0
+    position_offset: int = 0  # index of the first position's embedding
+    causal: bool = False
+    rope_theta: float = 10000.0
+    attention_bias: bool = True
+    tie_word_embeddings: bool = False
+    num_labels: int = 1
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that has a position for every token."""
+        return self.max_position_embeddings - self.position_offset
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file. Raises ModelError, naming it, if it is missing or not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: a model directory in Hugging Face layout has it") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({error}): fetch the model again") from None
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The shape of the model in `directory`. Raises ModelError for what is missing or not supported."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    readers = {"bert": _bert, "roberta": _bert, "xlm-roberta": _bert, "qwen3": _qwen3}
+    readers["bidirectional_pplx_qwen3"] = _qwen3
+    reader = readers.get(raw.get("model_type"))
+    if reader is None:
+        known = ", ".join(sorted(readers))
+        raise ModelError(f"{path}: model_type {raw.get('model_type')!r} is not supported (supported: {known})")
+    try:
+        return reader(raw)
+    except KeyError as error:
+        raise ModelError(f"{path} has no {error.args[0]!r}: fetch the model again") from None
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _bert(raw: dict[str, Any]) -> ModelConfig:
+    if raw.get("position_embedding_type", "absolute") != "absolute":
+        raise ModelError("position_embedding_type must be 'absolute'")
+    num_heads = raw["num_attention_heads"]
+    reserve = POSITION_RESERVE.get(raw["model_type"])
+    return ModelConfig(
+        **_common(raw),
+        num_key_value_heads=num_heads,
+        head_dim=raw["hidden_size"] // num_heads,
+        norm_eps=raw["layer_norm_eps"],
+        type_vocab_size=raw["type_vocab_size"],
+        position_offset=0 if reserve is None else raw["pad_token_id"] + reserve,
+    )
+
+
+def _qwen3(raw: dict[str, Any]) -> ModelConfig:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ModelError(f"rope scaling {rope} is not supported, only the default rotary embedding is")
+    if raw.get("use_sliding_window"):
+        raise ModelError("use_sliding_window is not supported: use a model with full attention")
+    bidirectional = raw["model_type"].startswith("bidirectional") or raw.get("use_bidirectional_attention")
+    return ModelConfig(
+        **_common(raw),
+        num_key_value_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        norm_eps=raw["rms_norm_eps"],
+        causal=not bidirectional and raw.get("is_causal", True),
+        rope_theta=rope.get("rope_theta") or raw["rope_theta"],
+        attention_bias=raw.get("attention_bias", False),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+    )
+
+
+def _common(raw: dict[str, Any]) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {name: raw[name] for name in (*names, "max_position_embeddings", "hidden_act", "model_type")} | {
+        "architecture": (raw.get("architectures") or [""])[0],
+        "num_labels": raw.get("num_labels") or len(raw.get("id2label") or (0,)),
+    }

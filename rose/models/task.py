@@ -1,0 +1,186 @@
+"""What a model directory is for, and what comes after its transformer, by the directory's own files.
+
+Embedding: sentence-transformers' modules.json lists Transformer, Pooling, Dense, Normalize with a folder each. Without
+it: mean pooling, nothing else, as sentence-transformers does. Scoring: a `…ForSequenceClassification`, or a causal
+model judged by the logits of "yes" and "no". Knows files, no tensors.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from ipc.types import Pooling
+from rose.models.config import ModelConfig, ModelError, read_json
+
+_POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last_token"}
+_LEGACY_POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_NO_LIMIT = 1 << 24  # tokenizer files say 1e30 for "no limit"
+
+
+class DenseSpec(Struct, frozen=True):
+    """One projection of the pooled vector; its weights are in `directory`."""
+
+    directory: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    act: str
+
+
+class EmbedTask(Struct, frozen=True):
+    """Pool, project, normalise. `int8`: how a row becomes bytes (see rose.pooling)."""
+
+    pooling: Pooling
+    dense: tuple[DenseSpec, ...]
+    normalize: bool
+    int8: Literal["tanh", "scaled"]
+    dimension: int
+
+
+class ScoreTask(Struct, frozen=True):
+    """`num_labels` scores a sequence: a classification head's, or yes against no at the last token."""
+
+    kind: Literal["classify", "yes_no"]
+    act: str
+    num_labels: int = 1
+    yes_token_id: int = -1
+    no_token_id: int = -1  # negative: the score is the logit of "yes" alone
+
+
+def read_task(
+    directory: Path, config: ModelConfig, override: Literal["auto", "embed", "score", "generate"] = "auto"
+) -> EmbedTask | ScoreTask:
+    """The task of the model in `directory`. Raises ModelError if its files do not say or say something unsupported."""
+    modules = _modules(directory)
+    kinds = [kind for kind, _ in modules]
+    classifies = config.architecture.endswith("ForSequenceClassification")
+    task = override
+    if task == "auto":
+        if classifies or "LogitScore" in kinds:
+            task = "score"
+        elif modules or not config.architecture.endswith("ForCausalLM"):
+            task = "embed"
+        else:
+            task = "generate"
+    if task == "generate":
+        raise ModelError(
+            f'{directory} is a {config.architecture} without modules.json: set task = "embed" to serve its pooled '
+            'states, or task = "score" for a reranker that answers yes or no'
+        )
+    if task == "embed":
+        return _embed_task(directory, config, modules)
+    if classifies:
+        return ScoreTask("classify", _score_activation(directory, config.num_labels), config.num_labels)
+    return _yes_no_task(directory, modules)
+
+
+def trained_max_len(directory: Path) -> int | None:
+    """The length limit that the model's authors set (tokens, special ones included); None if they set none."""
+    limits = []
+    for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        value = (_optional(directory / name) or {}).get(key)
+        if value and value < _NO_LIMIT:
+            limits.append(int(value))
+    return min(limits, default=None)
+
+
+def _modules(directory: Path) -> list[tuple[str, Path]]:
+    """(class name, folder) of each line of modules.json, in order; empty without that file."""
+    listed = _optional(directory / "modules.json") or []
+    return [(entry["type"].rpartition(".")[2], directory / entry["path"]) for entry in listed]
+
+
+def _embed_task(directory: Path, config: ModelConfig, modules: list[tuple[str, Path]]) -> EmbedTask:
+    pooling: Pooling = "mean"
+    dense: list[DenseSpec] = []
+    normalize = False
+    for kind, folder in modules:
+        match kind:
+            case "Transformer":
+                pass
+            case "Pooling":
+                pooling = _pooling(folder / "config.json")
+            case "Dense":
+                dense.append(_dense(folder))
+            case "Normalize":
+                normalize = True
+            case _ if kind.endswith("Quantizer"):
+                pass  # the row's own dtype says what becomes of it
+            case _:
+                raise ModelError(f"{directory / 'modules.json'}: module {kind!r} is not supported")
+    width = config.hidden_size
+    for layer in dense:
+        if layer.in_features != width:
+            raise ModelError(f"{layer.directory}: in_features {layer.in_features}, but {width} values arrive")
+        width = layer.out_features
+    trained_for_int8 = config.model_type.startswith("bidirectional_pplx")
+    return EmbedTask(pooling, tuple(dense), normalize, "tanh" if trained_for_int8 else "scaled", width)
+
+
+def _pooling(path: Path) -> Pooling:
+    raw = read_json(path)
+    mode = raw.get("pooling_mode") or [name for key, name in _LEGACY_POOLING.items() if raw.get(key)] or "mean"
+    if isinstance(mode, list):
+        mode = mode[0] if len(mode) == 1 else "+".join(mode)
+    if mode not in _POOLING:
+        raise ModelError(f"{path}: pooling {mode!r} is not supported (supported: {', '.join(_POOLING)})")
+    return _POOLING[mode]  # type: ignore[return-value]
+
+
+def _dense(folder: Path) -> DenseSpec:
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("use_residual") or raw.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise ModelError(f"{path}: only a plain projection of the pooled vector is supported")
+    act = _torch_activation(raw.get("activation_function", "torch.nn.modules.activation.Tanh"), path)
+    return DenseSpec(folder, raw["in_features"], raw["out_features"], raw.get("bias", True), act)
+
+
+def _score_activation(directory: Path, num_labels: int) -> str:
+    """sentence-transformers' rule: what the files name, else a sigmoid for one label and nothing for several."""
+    config_path = directory / "config.json"
+    config = read_json(config_path)
+    own = _optional(directory / "config_sentence_transformers.json") or {}
+    named = (
+        config.get("sentence_transformers", {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+        or own.get("activation_fn")
+    )
+    if named is None:
+        return "sigmoid" if num_labels == 1 else "identity"
+    return _torch_activation(named, config_path)
+
+
+def _torch_activation(dotted: str, path: Path) -> str:
+    """The lower-case name of a torch.nn class given as a dotted path; nothing is imported."""
+    name = dotted.rpartition(".")[2].lower()
+    if not dotted.startswith("torch.") or name not in ("identity", "sigmoid", "tanh", "relu", "gelu", "silu"):
+        raise ModelError(f"{path}: activation {dotted!r} is not supported: use one of torch.nn's")
+    return name
+
+
+def _yes_no_task(directory: Path, modules: list[tuple[str, Path]]) -> ScoreTask:
+    for kind, folder in modules:
+        if kind == "LogitScore":
+            raw = read_json(folder / "config.json")
+            no = raw.get("false_token_id")
+            return ScoreTask(
+                "yes_no", _score_activation(directory, 1), 1, raw["true_token_id"], -1 if no is None else no
+            )
+    path = directory / "tokenizer.json"
+    vocabulary = read_json(path)["model"]["vocab"]
+    if "yes" not in vocabulary or "no" not in vocabulary:
+        raise ModelError(f'{path}: the vocabulary lacks "yes" or "no": this model cannot score by them')
+    return ScoreTask("yes_no", "sigmoid", 1, vocabulary["yes"], vocabulary["no"])
+
+
+def _optional(path: Path) -> Any:
+    return read_json(path) if path.exists() else None

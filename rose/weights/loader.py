@@ -1,0 +1,131 @@
+"""Streams a model's safetensors files into its parameters, one tensor at a time. Strict: nothing missing, nothing over.
+
+What it asks of a model (class or instance attributes): `fused` {our module: the file's modules, stacked}, `prefixes`
+that file names may carry, `unused` beginnings of names to leave alone, `tied` {parameter: the one it copies}.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rose.models.config import ModelError, read_json
+
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of layer norms in files from before 2019
+_MAX_NAMED = 8  # tensors named in an error
+
+
+class LoadableModel(Protocol):
+    """The attributes a model declares for the loader."""
+
+    fused: Mapping[str, tuple[str, ...]]
+    prefixes: tuple[str, ...]
+    unused: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The model's safetensors files: one, or those an index names. Raises ModelError."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    else:
+        files = [directory / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            raise ModelError(f"{file} is missing: only safetensors weights are read; fetch or convert them")
+    return files
+
+
+def load_weights(model: nn.Module, files: list[Path]) -> None:
+    """Fills every parameter of `model` from `files`, converting to its dtype and device. Raises ModelError."""
+    target = _Target(model)
+    for file in files:
+        for name, tensor in _stream(file, target.wants):
+            target.load(name, tensor, file)
+    target.check_complete(files[0].parent)
+
+
+def _stream(file: Path, wanted: "_Wanted") -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                if wanted(name):
+                    yield name, tensors.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged ({error}): fetch the model again") from None
+
+
+class _Wanted(Protocol):
+    def __call__(self, name: str) -> bool: ...
+
+
+class _Target:
+    """A model being filled: which parameter, or which part of a fused one, a file's tensor goes to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._prefixes: tuple[str, ...] = getattr(model, "prefixes", ())
+        self._unused: tuple[str, ...] = getattr(model, "unused", ())
+        self._copies = {source: name for name, source in getattr(model, "tied", {}).items()}
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._parts = {
+            part: (fused, index)
+            for fused, parts in getattr(model, "fused", {}).items()
+            for index, part in enumerate(parts)
+        }
+        self._missing: set[tuple[str, int]] = set()
+        for name in self._parameters:
+            sizes = getattr(self._owner(name), "sizes", (0,))
+            self._missing.update((name, index) for index in range(len(sizes)))
+
+    def wants(self, name: str) -> bool:
+        return not any(form.startswith(self._unused) for form in self._forms(name)) if self._unused else True
+
+    def load(self, name: str, tensor: Tensor, file: Path) -> None:
+        """Copies one tensor to where it belongs. Raises ModelError if there is no such place or shape."""
+        for form in self._forms(name):
+            place, index = self._place(form)
+            if place in self._parameters:
+                self._copy(place, index, tensor, f"{file}: {name}")
+                if place in self._copies and (self._copies[place], 0) in self._missing:
+                    self._copy(self._copies[place], 0, tensor, f"{file}: {name}")
+                return
+        raise ModelError(f"{file} holds {name!r}, which this architecture does not have")
+
+    def check_complete(self, directory: Path) -> None:
+        if self._missing:
+            names = sorted({name for name, _ in self._missing})
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            raise ModelError(f"{directory}: the weights lack {', '.join(names[:_MAX_NAMED])}{more}")
+
+    def _forms(self, name: str) -> list[str]:
+        """`name` as it stands and without each known prefix, old spellings renewed."""
+        path, _, last = name.rpartition(".")
+        name = f"{path}.{_OLD_NAMES.get(last, last)}" if path else name
+        return [name, *(name.removeprefix(prefix) for prefix in self._prefixes if name.startswith(prefix))]
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """(our parameter, part of it) for a name of the file."""
+        components = name.split(".")
+        if len(components) >= 2 and components[-2] in self._parts:
+            components[-2], index = self._parts[components[-2]]
+            return ".".join(components), index
+        return name, 0
+
+    def _copy(self, name: str, index: int, tensor: Tensor, what: str) -> None:
+        module, parameter = self._owner(name), self._parameters[name]
+        place = module.part(parameter, index) if hasattr(module, "sizes") else parameter
+        if hasattr(module, "select"):  # a layer that keeps only some rows
+            tensor = module.select(tensor)
+        if place.shape != tensor.shape:
+            raise ModelError(f"{what} has shape {list(tensor.shape)}, expected {list(place.shape)}")
+        with torch.no_grad():
+            place.copy_(tensor)
+        self._missing.discard((name, index))
+
+    def _owner(self, name: str) -> nn.Module:
+        return self._modules[name.rpartition(".")[0]]
