@@ -32,7 +32,7 @@ class CannotBoot(RuntimeError):
 def run_program(program: Program, run_dir: Path, body: Callable[[RunConfig, Log], int]) -> int:
     """Runs `body(run, log)` as `program` and returns the exit code it should end with.
 
-    Never returns early on a first mistake: after CannotBoot the next start waits, after a crash it may.
+    After CannotBoot the next start waits; after several early crashes it does, too.
     """
     setproctitle.setproctitle(program.title)
     os.umask(0o077)
@@ -44,9 +44,9 @@ def run_program(program: Program, run_dir: Path, body: Callable[[RunConfig, Log]
         return EXIT_CRASHED
     guard = CrashGuard(crash_file(run_dir, program.name))
     log("started", pid=os.getpid())
-    if waited := guard.begin():
-        log("held_back", level="warning", seconds=round(waited, 1), message="it died young several times")
     try:
+        if waited := guard.begin():
+            log("held_back", level="warning", seconds=round(waited, 1), message="it died young several times")
         code = body(read_run_config(config_file(run_dir)), log)
     except (CannotBoot, ConfigError) as error:
         guard.refuse(str(error))

@@ -18,8 +18,8 @@ from services.rolling import Rolling, exclusive
 from services.sources import SourceError, resolve_source
 from services.stack import (
     StackError,
+    StartWatch,
     clean,
-    poll_ready,
     stack_programs,
     start_supervisord,
     stop_supervisord,
@@ -105,9 +105,10 @@ def _wait_until_ready(
 ) -> int | None:
     """None once the stack serves, else the exit code: 0 if a stop was asked for."""
     programs = stack_programs(config, read_replicas(Path(config.run_dir)))
+    watch = StartWatch(config, supervisord, programs)
     _say(f"starting {len(programs)} processes; logs in {config.run_dir}/logs")
     try:
-        while not poll_ready(config, supervisord, programs):
+        while not watch.ready():
             foreground.show_start()
             if foreground.stop_asked(TICK_S / 3):
                 return 0

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -61,8 +62,7 @@ class CrashGuard:
         """min(2^k, 30) s after k young deaths beyond the free ones, give or take a quarter."""
         if self._history.boot_error:
             return self._jittered(MAX_DELAY_S)
-        ends = [*self._history.starts[1:], now]
-        young = sum(end - start < YOUNG_S for start, end in zip(self._history.starts, ends, strict=True))
+        young = sum(end - start < YOUNG_S for start, end in pairwise([*self._history.starts, now]))
         excess = young - FREE_DEATHS
         return self._jittered(min(2.0**excess, MAX_DELAY_S)) if excess > 0 else 0.0
 

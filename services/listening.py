@@ -10,10 +10,17 @@ def listens(pid: int, port: int) -> bool:
     """Whether process `pid` (ours) has a TCP socket listening on `port`."""
     inodes = _listening_inodes(port)
     try:
-        descriptors = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()] if inodes else []
-    except OSError:  # it ended, or closed one while we looked
+        entries = list(Path(f"/proc/{pid}/fd").iterdir()) if inodes else []
+    except OSError:  # it ended
         return False
-    return any(descriptor in inodes for descriptor in descriptors)
+    return any(_target(entry) in inodes for entry in entries)
+
+
+def _target(entry: Path) -> str:
+    try:
+        return os.readlink(entry)
+    except OSError:  # closed while we looked
+        return ""
 
 
 def _listening_inodes(port: int) -> set[str]:

@@ -33,7 +33,7 @@ from services.supervisor_client import GONE, SupervisorClient
 
 LOCK_WAIT_S = 3.0
 PORT_WAIT_S = 5.0
-STARTS_BEFORE_GIVING_UP = 4
+DEATHS_BEFORE_GIVING_UP = 3
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
     """Cleans what a dead stack left and writes all files of a new one. The caller holds the lock."""
     run_dir = Path(config.run_dir)
     clean(run_dir)
-    for directory in (programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
+    for directory in (run_dir, programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
         _make_private(directory)
     paths = {name: str(path) for name, path in directories.items()}
     write_run_config(config_file(run_dir), RunConfig(config, paths))
@@ -140,31 +140,50 @@ def stack_programs(config: ServiceConfig, table: ReplicaTable) -> list[Program]:
     return programs + [gateway_program(index) for index in range(config.gateway.num_gateways)]
 
 
+class StartWatch:
+    """Looks at a starting stack until it serves or never will."""
+
+    def __init__(self, config: ServiceConfig, supervisord: "subprocess.Popen[bytes]", programs: list[Program]) -> None:
+        self._config = config
+        self._run_dir = Path(config.run_dir)
+        self._supervisord = supervisord
+        self._programs = programs
+        self._pids: dict[str, set[int]] = {program.full_name: set() for program in programs}
+
+    def ready(self) -> bool:
+        """One look: whether the stack serves. Raises StackError when it never will."""
+        if self._supervisord.poll() is not None:
+            logs = logs_dir(self._run_dir)
+            lines = last_lines(logs / "supervisord.err") + last_lines(logs / "supervisord.log", 5)
+            raise StackError("supervisord ended:\n" + "\n".join(f"    {line}" for line in lines))
+        try:
+            with SupervisorClient(self._run_dir) as client:
+                processes = client.processes()  # also wakes it: by itself it looks around once a second
+        except GONE:
+            return False
+        check_programs(self._run_dir, self._programs)
+        for info in processes:
+            self._pids[info.full_name].add(info.pid)
+        for program in self._programs:
+            if (deaths := len(self._pids[program.full_name] - {0}) - 1) >= DEATHS_BEFORE_GIVING_UP:
+                raise _keeps_dying(self._run_dir, program, deaths)
+        return http_ready(self._config.gateway.host, self._config.gateway.port)[0]
+
+
 def check_programs(run_dir: Path, programs: list[Program]) -> None:
     """Raises StackError, with the program's last log lines, if one cannot boot or keeps dying."""
     for program in programs:
         history = read_history(crash_file(run_dir, program.name))
         if history.boot_error:
             raise StackError(f"{program.name} cannot boot: {history.boot_error}")
-        if history.num_starts >= STARTS_BEFORE_GIVING_UP:
-            path = logs_dir(run_dir) / f"{program.name}.log"
-            lines = "\n".join(f"    {line:.400}" for line in last_lines(path))
-            raise StackError(f"{program.name} died {history.num_starts - 1} times; the end of {path}:\n{lines}")
+        if (deaths := len(history.starts) - 1) >= DEATHS_BEFORE_GIVING_UP:
+            raise _keeps_dying(run_dir, program, deaths)
 
 
-def poll_ready(config: ServiceConfig, supervisord: "subprocess.Popen[bytes]", programs: list[Program]) -> bool:
-    """One look at a starting stack: whether it serves. Raises StackError when it never will."""
-    run_dir = Path(config.run_dir)
-    if supervisord.poll() is not None:
-        lines = last_lines(logs_dir(run_dir) / "supervisord.err") + last_lines(logs_dir(run_dir) / "supervisord.log", 5)
-        raise StackError("supervisord ended:\n" + "\n".join(f"    {line}" for line in lines))
-    check_programs(run_dir, programs)
-    try:
-        with SupervisorClient(run_dir) as client:
-            client.processes()  # also wakes it: by itself it looks around once a second
-    except GONE:
-        return False
-    return http_ready(config.gateway.host, config.gateway.port)[0]
+def _keeps_dying(run_dir: Path, program: Program, deaths: int) -> StackError:
+    path = logs_dir(run_dir) / f"{program.name}.log"
+    lines = "\n".join(f"    {line:.400}" for line in last_lines(path))
+    return StackError(f"{program.name} died {deaths} times while starting; the end of {path}:\n{lines}")
 
 
 def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:

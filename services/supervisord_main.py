@@ -28,6 +28,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != given.parent:
             sys.exit(1)
+    os.umask(0o077)
     setproctitle.setproctitle("bouquet: supervisord")
     supervisord.main(["--configuration", str(given.run_dir / "supervisord.conf")])
 

@@ -1,0 +1,103 @@
+"""The command line: its options are a promise, and its failures say what to do."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from services.cli import build_parser, main
+from services.stack import take_lock
+
+COMMON = {"--config", "--set", "--run-dir", "--help", "-h"}
+
+
+def test_the_commands_and_options_are_these() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = {
+        name: {option for action in parser._actions for option in action.option_strings or [action.dest]}
+        for name, parser in commands.choices.items()
+    }
+    assert found == {
+        "up": {*COMMON, "--foreground"},
+        "down": COMMON,
+        "status": COMMON,
+        "restart": {*COMMON, "target"},
+        "scale": {*COMMON, "target"},
+        "pull": {*COMMON, "source"},
+        "check": COMMON,
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (model / "model.safetensors").touch()
+    file = tmp_path / "bouquet.toml"
+    file.write_text('run_dir = "run"\n[[models]]\nname = "m"\nsource = "./model"\n')
+    return file
+
+
+def test_check_says_what_is_served(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", str(config), "--set", "gateway.port=9000"]) == 0
+    assert "is valid: m (1×) on http://127.0.0.1:9000" in capsys.readouterr().out
+
+
+def test_check_lists_every_problem(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["check", "--config", str(config), "--set", "gateway.port=0", "--set", "models[0].replicas=0"]
+    assert main(given) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert sorted(errors) == [
+        "bouquet: gateway.port: must be 1..65535, got 0",
+        "bouquet: models[0].replicas: must be 1..64, got 0",
+    ]
+
+
+def test_check_looks_at_the_models_files(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "model" / "model.safetensors").unlink()
+    assert main(["check", "--config", str(config)]) == 1
+    assert "models[0].source: " in capsys.readouterr().err
+
+
+def test_pull_prints_where_the_files_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "--config", str(config)]) == 0
+    assert capsys.readouterr().out == f"m: {config.parent}/model\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["status"], 1, "no stack runs in"),
+        (["down"], 0, "no stack runs in"),
+        (["restart"], 1, "no stack runs in"),
+        (["scale", "m=2"], 1, "no stack runs in"),
+        (["scale", "m"], 1, "'m' is not NAME=K"),
+        (["scale", "m=-1"], 1, "'m=-1' is not NAME=K"),
+    ],
+)
+def test_without_a_stack(
+    arguments: list[str], code: int, text: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--config", str(config)]) == code
+    captured = capsys.readouterr()
+    assert text in captured.out + captured.err
+
+
+def test_a_twin_is_refused_before_anything_is_touched(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = config.parent / "run"
+    lock = take_lock(run_dir)
+    (run_dir / "replicas.json").write_text("kept")
+    assert main(["up", "--config", str(config)]) == 1
+    assert "already running" in capsys.readouterr().err
+    assert (run_dir / "replicas.json").read_text() == "kept"
+    os.close(lock)
+
+
+def test_wrong_usage_is_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fly"])
+    assert caught.value.code == 2
+    assert "invalid choice: 'fly'" in capsys.readouterr().err
