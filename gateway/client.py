@@ -77,7 +77,8 @@ class Job:
             self._model.waiting.pop(chunk, None)
             if chunk.link is not None:
                 chunk.link.abort(chunk, reason)
-        self.future.cancel()  # nothing happens to one that is done
+        if not self.future.cancel() and not self.future.cancelled():
+            self.future.exception()  # seen, should nobody wait for it any more
 
     def _gather(self, row_bytes: int) -> Rows:
         results = [self._results[chunk.input.first] for chunk in self.chunks]

@@ -21,7 +21,7 @@ def encode_embed(task: EmbedTask, model: ServedModel, facts: ModelFacts) -> Enco
 
 def encode_score(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:
     """One sequence per pair; with an embedding model one per query, then one per document. Raises InvalidRequest."""
-    if model.kind == "embedding":
+    if facts.task == "embed":
         return _encode_both_sides(task, model, facts)
     if task.joined:
         return _encode_joined(task, model, facts)

@@ -90,20 +90,20 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
     def culprit(index: int) -> str:
         if task.joined:
             return place(joined_field, index)
-        if call.model.kind != "embedding":
+        if call.facts.task == "score":
             return place(document_field, task.pairs[index][1])
         num_queries = len(task.queries)
         return place(query_field, index) if index < num_queries else place(document_field, index - num_queries)
 
     rows = await _dispatch(call, encoded, OutputSpec(), culprit)
-    if call.model.kind == "embedding":
+    if call.facts.task == "embed":
         return ScoreOutcome(_cosines(rows, task), encoded.num_tokens, "cosine_similarity")
     return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), encoded.num_tokens, "cross_encoder")
 
 
 def _check_embedding(call: Call, task: EmbedTask) -> None:
-    if call.model.kind != "embedding":
-        text = f"{call.model.name!r} scores pairs and gives no embeddings; use /v1/rerank or /v1/score"
+    if call.facts.task != "embed":
+        text = f"{call.model.name!r} gives no embeddings; it is a model for {call.facts.task}"
         raise InvalidRequest(text, param="model")
     dimensions = task.spec.dimensions
     if dimensions is not None and dimensions > call.facts.dimension:
@@ -112,7 +112,9 @@ def _check_embedding(call: Call, task: EmbedTask) -> None:
 
 
 def _check_scoring(call: Call) -> None:
-    if call.model.kind != "embedding" and call.facts.dimension != 1:
+    if call.facts.task == "generate":
+        raise InvalidRequest(f"{call.model.name!r} generates text; it does not score", param="model")
+    if call.facts.task == "score" and call.facts.dimension != 1:
         text = (
             f"{call.model.name!r} gives {call.facts.dimension} values for a pair; scoring needs a model that gives one"
         )

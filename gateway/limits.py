@@ -49,6 +49,8 @@ async def read_body(request: web.Request, config: GatewayConfig) -> bytes:
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _body_too_large(config) from None
+    except web.RequestPayloadError:
+        raise InvalidRequest("the body is not what its headers say", code="bad_http") from None
     except TimeoutError:
         raise SlowRequest(f"the body did not arrive within {config.body_timeout_ms} ms") from None
 

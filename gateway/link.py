@@ -198,9 +198,8 @@ class Link:
         """Whatever is still in flight is lost."""
         self.retiring = True
         self.eject()
+        self._socket.socket.raw.disable_monitor()
         self._monitor.close()
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.socket.raw.disable_monitor()
         self._socket.close()
 
     def _on_message(self, frames: list[bytes]) -> None:

@@ -1,18 +1,17 @@
-"""The models served here, as far as their files tell: tokenizer, longest sequence, prompts, kind.
+"""The models served here, as far as their files tell: tokenizer, longest sequence, prompts, template.
 
 What only the running model knows (vocabulary, dimension, its own limit) comes with a scheduler's Status.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
 from gateway.template import Prompts, RerankTemplate
 from gateway.tokenize import TextTokenizer, TokenizerError
 
-Kind = Literal["embedding", "cross_encoder", "generative_reranker"]
 _UNLIMITED = 1 << 30  # tokenizer_config.json says "no limit" with a huge number
 
 
@@ -21,10 +20,10 @@ class ModelFilesError(ValueError):
 
 
 class ServedModel(Struct, frozen=True):
-    """`max_seq_length` counts special tokens too; None: the files name no limit."""
+    """`max_seq_length` counts special tokens too; None: the files name no limit. Whether the model embeds or scores
+    is for its running replicas to say; should it score, `template` is its form if it has one, else plain pairs."""
 
     name: str
-    kind: Kind
     tokenizer: TextTokenizer
     max_seq_length: int | None
     prompts: Prompts
@@ -41,30 +40,19 @@ def load_model(name: str, directory: Path) -> ServedModel:
         tokenizer = TextTokenizer.from_file(directory / "tokenizer.json")
     except TokenizerError as error:
         raise ModelFilesError(f"model {name!r}: {error}") from None
-    kind = _kind(config, directory)
     return ServedModel(
         name=name,
-        kind=kind,
         tokenizer=tokenizer,
         max_seq_length=_max_seq_length(directory),
         prompts=Prompts.from_config(_read_json(directory / "config_sentence_transformers.json") or {}),
         uses_token_types=int(config.get("type_vocab_size", 1)) > 1 and tokenizer.pair.type_start is not None,
-        template=RerankTemplate.of(tokenizer) if kind == "generative_reranker" else None,
+        template=RerankTemplate.of(tokenizer) if _is_causal(config) else None,
     )
 
 
-def _kind(config: dict[str, Any], directory: Path) -> Kind:
-    architectures = [str(name) for name in config.get("architectures") or []]
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
-        return "cross_encoder"
-    if "Qwen3ForCausalLM" in architectures and not _has_pooling(directory):
-        return "generative_reranker"
-    return "embedding"
-
-
-def _has_pooling(directory: Path) -> bool:
-    modules = _read_json(directory / "modules.json")
-    return isinstance(modules, list) and any(str(m.get("type", "")).endswith("Pooling") for m in modules)
+def _is_causal(config: dict[str, Any]) -> bool:
+    """Whether the model could judge a pair by its next token, as Qwen3-Reranker does."""
+    return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or [])
 
 
 def _max_seq_length(directory: Path) -> int | None:
