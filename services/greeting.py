@@ -9,7 +9,7 @@ from services.health import replica_status
 from services.stack import url
 
 QUERY = "Which planet is known as the Red Planet?"
-DOCUMENTS = ["Venus is often called Earth's twin.", "Mars, known for its reddish appearance, is the Red Planet."]
+DOCUMENTS = ["Venus is the hottest planet.", "Mars is called the Red Planet because of its rust."]
 
 
 def greeting(config: ServiceConfig) -> str:
@@ -26,5 +26,5 @@ def greeting(config: ServiceConfig) -> str:
 
 
 def _curl(base: str, path: str, body: dict[str, object]) -> list[str]:
-    data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    data = json.dumps(body, ensure_ascii=False)
     return [f"  curl -s {base}{path} -H 'Content-Type: application/json' \\", f"    -d '{data}'", ""]

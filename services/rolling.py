@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ipc.addresses import replica_dir, replicas_file
+from ipc.addresses import crash_file, replica_dir, replicas_file
 from services.config import ModelConfig, RunConfig
 from services.config_checks import MAX_REPLICAS
 from services.health import is_ready, replica_status
@@ -107,6 +107,8 @@ class Rolling:
         replica_file(self._run_dir, replica).unlink(missing_ok=True)
         self._client.remove_group(replica_group(replica))
         shutil.rmtree(replica_dir(self._run_dir, replica), ignore_errors=True)
+        for program in replica_programs(replica, model.tensor_parallel_size):
+            crash_file(self._run_dir, program.name).unlink(missing_ok=True)
 
     def _stop_replica(self, model: ModelConfig, replica: str) -> None:
         """The scheduler first: it finishes what it has, for which it needs its ranks."""

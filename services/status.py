@@ -7,13 +7,14 @@ from ipc.control import Status
 from services.config import RunConfig
 from services.crash_guard import read_history
 from services.health import http_ready, replica_status
-from services.programs import Program, gateway_program, replica_programs
+from services.programs import Program
 from services.replicas import read_replicas
-from services.stack import Say, url
+from services.stack import Say, stack_programs, url
 from services.supervisor_client import ProcessInfo, SupervisorClient
 
 Row = tuple[str, ...]
-HEADINGS = ("PROGRAM", "STATE", "PID", "UPTIME", "RESTARTS")
+HEADINGS: Row = ("PROGRAM", "STATE", "PID", "UPTIME", "RESTARTS")
+REPLICA_HEADINGS: Row = ("REPLICA", "STATE", "REQUESTS", "TOKENS", "LAST FORWARD", "MODEL")
 
 
 def print_status(run: RunConfig, say: Say) -> int:
@@ -23,15 +24,13 @@ def print_status(run: RunConfig, say: Say) -> int:
     with SupervisorClient(run_dir) as client:
         processes = {info.full_name: info for info in client.processes()}
     table = read_replicas(run_dir)
-    rows: list[Row] = [HEADINGS]
-    for index in range(config.gateway.num_gateways):
-        rows.append(_program_row(run_dir, gateway_program(index), processes))
-    models: list[Row] = [("REPLICA", "STATE", "REQUESTS", "TOKENS", "LAST FORWARD", "MODEL")]
-    for model in config.models:
-        for replica in table.models[model.name].replicas:
-            for program in reversed(replica_programs(replica.id, model.tensor_parallel_size)):
-                rows.append(_program_row(run_dir, program, processes))
-            models.append(_replica_row(replica.id, replica.state, replica_status(run_dir, replica.id)))
+    rows = [HEADINGS, *(_program_row(run_dir, program, processes) for program in stack_programs(config, table))]
+    models = [REPLICA_HEADINGS]
+    models += [
+        _replica_row(replica.id, replica.state, replica_status(run_dir, replica.id))
+        for model in config.models
+        for replica in table.models[model.name].replicas
+    ]
     ready, reason = http_ready(config.gateway.host, config.gateway.port)
     say("\n".join([_aligned(rows), "", _aligned(models), "", f"{url(config)}  " + _verdict(ready, reason)]))
     return 0 if ready else 1

@@ -161,6 +161,7 @@ def test_a_new_replica_that_cannot_boot_is_removed_again(
     with pytest.raises(StackError, match="out of memory"):
         world.rolling.scale(world.model, 2)
     assert world.supervisor.calls[-1] == "remove m-1 [0]"
+    assert not crash_file(world.run_dir, "m-1-rank-0").exists()
     assert world.supervisor.listed() == "0"
 
 
