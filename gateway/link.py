@@ -27,6 +27,7 @@ from ipc.types import ModelFacts, OutputSpec, Priority, Timings
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0
+CONNECT_S = 0.005
 
 AbortReason = Literal["disconnect", "deadline", "stop"]
 
@@ -112,20 +113,21 @@ class Link:
         self.facts: ModelFacts | None = None
         self.retiring = False  # draining, or no longer listed: it finishes what it has
         self._accepting = False
+        self._closed = False
         self._owner = owner
         self._sender = sender
         self._next_chunk_id = next_chunk_id
         self._loop = asyncio.get_running_loop()
         self._status_at = 0.0
         socket = dealer(context, endpoint, sender.identity)
-        monitor = socket.raw.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket = EventSocket(socket, self._on_message, self._loop)
         self._monitor = EventSocket(Socket(monitor), self._on_event, self._loop)
 
     @property
     def live(self) -> bool:
         """Whether new chunks may be sent there."""
-        return self._accepting and not self.retiring
+        return self._accepting and not self.retiring and not self._closed
 
     @property
     def ready(self) -> bool:
@@ -196,7 +198,7 @@ class Link:
 
     def close(self) -> None:
         """Whatever is still in flight is lost."""
-        self.retiring = True
+        self._closed = True
         self.eject()
         self._socket.socket.raw.disable_monitor()
         self._monitor.close()
@@ -256,8 +258,8 @@ class Link:
 
     def _on_event(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_CONNECTED:
-            self._say_hello()
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._loop.call_later(CONNECT_S, self._introduce)  # a moment later its queue takes messages
         elif event == zmq.EVENT_DISCONNECTED:
             self.eject()
 
@@ -272,6 +274,10 @@ class Link:
             self.outstanding_tokens -= chunk.input.num_tokens
             chunk.link = None
         return chunk
+
+    def _introduce(self) -> None:
+        if self.incarnation is None and not self._closed:
+            self._say_hello()
 
     def _say_hello(self) -> None:
         self._try_send(encode(Hello(self._sender.incarnation, "gateway", self._sender.index, os.getpid())))

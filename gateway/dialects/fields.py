@@ -38,7 +38,8 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
 def refuse_unsupported(body: Any, names: tuple[str, ...]) -> None:
     """Fields other servers know and this one does not: refused by name, not ignored. Raises InvalidRequest."""
     for name in names:
-        if getattr(body, name) not in (msgspec.UNSET, None):
+        value = getattr(body, name)
+        if value is not msgspec.UNSET and bytes(value) != b"null":
             raise InvalidRequest(
                 f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
             )
