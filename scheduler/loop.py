@@ -4,6 +4,7 @@ Event-driven: sockets call back, and whatever brings work or a free slot makes t
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,13 +63,17 @@ class Scheduler:
         self._loop = asyncio.get_running_loop()
         self._pump_scheduled = False
         self._ranks_left_at: float | None = None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context = context
-        self.ranks = RankLink(
-            context, run_dir, replica, tensor_parallel_size, self.incarnation, config, self.stats, self, log
-        )
-        endpoint = addresses.gateway_endpoint(run_dir, replica)
-        self.gateways = GatewayLink(context, endpoint, self.incarnation, config, self.stats, self, log)
+        with contextlib.ExitStack() as opened:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            opened.callback(context.destroy, linger=0)
+            self.ranks = RankLink(
+                context, run_dir, replica, tensor_parallel_size, self.incarnation, config, self.stats, self, log
+            )
+            opened.callback(self.ranks.close)
+            endpoint = addresses.gateway_endpoint(run_dir, replica)
+            self.gateways = GatewayLink(context, endpoint, self.incarnation, config, self.stats, self, log)
+            opened.callback(self.gateways.close)
+            self._opened = opened.pop_all()
         self._tick_s = min(MAX_TICK_S, min(config.step_deadline_ms, config.rank_heartbeat_ms) / 5000)
         self._ticked_at = time.monotonic()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
@@ -194,9 +199,7 @@ class Scheduler:
     def close(self) -> None:
         """Ranks keep their weights and wait for a successor."""
         self._timer.cancel()
-        self.gateways.close()
-        self.ranks.close()
-        self._context.destroy(linger=0)
+        self._opened.close()
         self.log("scheduler_stopped")
 
     # --- details --------------------------------------------------------------------------------------------

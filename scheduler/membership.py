@@ -48,18 +48,23 @@ class Member:
 
 
 class Membership:
-    """Accepts ranks; calls `on_hello(member)` and, once for each, `on_gone(member)`."""
+    """Accepts ranks; calls `on_hello(member)`, `on_hangup(member)` at the end of its connection, `on_death(member)`.
+
+    The last two come at most once for each, a hang-up before a death; after `dismiss` neither does.
+    """
 
     def __init__(
         self,
         path: Path,
         on_hello: Callable[[Member], None],
-        on_gone: Callable[[Member], None],
+        on_hangup: Callable[[Member], None],
+        on_death: Callable[[Member], None],
         log: Callable[..., None],
     ) -> None:
         """Raises ipc.sockets.EndpointInUse if another scheduler serves this replica."""
         self._on_hello = on_hello
-        self._on_gone = on_gone
+        self._on_hangup = on_hangup
+        self._on_death = on_death
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._waiting: set[MembershipSocket] = set()  # connected, not a word yet
@@ -100,15 +105,19 @@ class Membership:
             self._log("hello_refused", level="warning", pid=channel.peer_pid, reason=str(error))
             return
         self._members.add(member)
-        self._loop.add_reader(member.pidfd, self.end, member)
-        self._loop.add_reader(channel.fileno(), self.end, member)  # a rank says nothing more here: this is its end
+        self._loop.add_reader(member.pidfd, self.reap, member)
+        self._loop.add_reader(channel.fileno(), self._hang_up, member)
         self._on_hello(member)
 
-    def end(self, member: Member) -> None:
-        """A rank died, or closed its membership, which must not live on."""
-        member.kill()
+    def reap(self, member: Member) -> None:
+        """Takes notice of a death now."""
         if self._release(member):
-            self._on_gone(member)
+            self._on_death(member)
+
+    def _hang_up(self, member: Member) -> None:
+        """A rank says nothing more here: its connection has ended, and its process ends or is about to."""
+        self._loop.remove_reader(member.channel.fileno())
+        self._on_hangup(member)
 
     def _release(self, member: Member) -> bool:
         """Closes what we hold of it; False if that has been done."""

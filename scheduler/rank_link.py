@@ -64,11 +64,10 @@ class RankLink:
         self._leaving: dict[Member, float] = {}  # ranks of an epoch that ended in order → when to kill them
         self._stats_of: dict[int, ProcessStats] = {}  # incarnation → its figures
         self._epoch: Epoch | None = None
-        loop = asyncio.get_running_loop()
         socket = router(context, addresses.rank_endpoint(run_dir, replica))
-        self._socket = EventSocket(socket, self._on_message, loop)
         path = addresses.membership_path(run_dir, replica)
-        self._membership = Membership(path, self._on_hello, self._on_gone, log)
+        self._membership = Membership(path, self._on_hello, self._on_hangup, self._on_death, log)
+        self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop())
 
     # --- for the loop ---------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class RankLink:
     def _on_hello(self, member: Member) -> None:
         holder = self._holder(member.rank)
         if holder is not None and holder.dead():
-            self._membership.end(holder)
+            self._membership.reap(holder)
             holder = self._holder(member.rank)
         if not 0 <= member.rank < self._size:
             self._membership.dismiss(member, f"rank {member.rank} of {self._size} (tensor_parallel_size)")
@@ -140,7 +139,20 @@ class RankLink:
         members = [] if self._epoch is None else self._epoch.members
         return next((member for member in members if member.rank == rank), None)
 
-    def _on_gone(self, member: Member) -> None:
+    def _on_hangup(self, member: Member) -> None:
+        """Its death follows, or is made to follow; a rank on its way out in order gets the time for it."""
+        epoch = self._epoch
+        if self._fresh.get(member.rank) is member:
+            del self._fresh[member.rank]
+            self._membership.dismiss(member, "it hung up before it could join")
+        elif epoch is not None and member in epoch.members:
+            self._receive_all()  # a Drain may have come just before
+            if epoch is self._epoch and epoch.draining:
+                self._end_epoch(f"rank {member.rank} (pid {member.pid}) has left", ordered=True)
+            elif member not in self._leaving:
+                member.kill()
+
+    def _on_death(self, member: Member) -> None:
         self._stats_of.pop(member.incarnation, None)
         self._leaving.pop(member, None)
         if self._fresh.get(member.rank) is member:

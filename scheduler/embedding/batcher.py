@@ -80,11 +80,11 @@ class EncodePlanner:
             step = _Step(self._last_step + 1, [])
             step.num_seqs, step.num_tokens = write_canary(arrays)
             self._stats.num_canaries += 1
-        self._publish()
         if step is None:
             return None, replies
         self._last_step = step.step
         self._in_flight[step.step] = step
+        self._publish()
         canary = not step.runs
         return StepPlan(0, step.step, slot, "encode", step.num_seqs, step.num_tokens, canary), replies
 

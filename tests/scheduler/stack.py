@@ -56,11 +56,12 @@ class HandGateway:
         return await self.until(lambda: self.statuses and self.statuses[-1].state == "ready" and self.statuses[-1])
 
     async def until(self, condition, seconds: float = 20.0):  # type: ignore[no-untyped-def]
-        """Waits for `condition()` to be true after some message; returns its value."""
+        """Waits for `condition()` to be true, which messages and time bring about; returns its value."""
         async with asyncio.timeout(seconds):
             while not (value := condition()):
                 self._news.clear()
-                await self._news.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), 0.01)
             return value
 
     async def submit(self, chunk_id: int, rows: list[list[int]], **changes: object) -> None:
@@ -123,6 +124,7 @@ class Stack:
         self.schedulers: list[Scheduler] = []
         self.gateways: list[HandGateway] = []
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.supervisors: list[asyncio.Task[None]] = []
 
     def log(self, event: str, **fields: object) -> None:
         self.events.append({"event": event, **fields})
@@ -153,6 +155,15 @@ class Stack:
         self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         return self.processes[-1]
 
+    def supervised_rank(self, rank: int = 0, **options: object) -> None:
+        """A rank that is started again whenever it ends, as supervisord does."""
+        self.supervisors.append(asyncio.create_task(self._supervise(rank, options)))
+
+    async def _supervise(self, rank: int, options: dict[str, object]) -> None:
+        while True:
+            process = self.rank(rank, **options)  # type: ignore[arg-type]
+            await self.ended(process, seconds=3600)
+
     async def ended(self, process: subprocess.Popen[bytes], seconds: float = 10.0) -> int:
         async with asyncio.timeout(seconds):
             while process.poll() is None:
@@ -160,6 +171,9 @@ class Stack:
         return int(process.returncode)
 
     async def close(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self.supervisors, return_exceptions=True)
         for gateway in self.gateways:
             await gateway.close()
         for scheduler in self.schedulers:
