@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from services.config import ServiceConfig, build_config
 from services.health import http_ready
+from services.listening import listens
 from services.render import replica_file
 from services.stack import start_supervisord, stop_supervisord, stop_timeout_s, take_lock, write_stack
 from services.supervisor_client import ProcessInfo, SupervisorClient
@@ -76,7 +77,11 @@ class Stack:
                 for index in range(model.replicas):
                     self._fake_ranks(replica_file(self.run_dir, f"{name}/{index}"))
         self._supervisord = start_supervisord(self.run_dir, lock_fd, with_parent=True)
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         stop_supervisord(self.run_dir, stop_timeout_s(self.config), print)
@@ -84,15 +89,22 @@ class Stack:
         self._supervisord.wait(30)
 
     def wait_ready(self, seconds: float = 60.0) -> float:
-        """Waits until /health/ready is 200; returns how long it took. Raises TimeoutError with the logs' ends."""
+        """Waits until /health/ready is 200 and every gateway listens; returns how long it took.
+
+        Raises TimeoutError with the logs' ends.
+        """
         started = time.monotonic()
         reason = ""
         while time.monotonic() - started < seconds:
             ready, reason = http_ready("127.0.0.1", self.port)
-            if ready:
+            if ready and self._gateways_listen():
                 return time.monotonic() - started
             time.sleep(0.05)
         raise TimeoutError(f"not ready after {seconds} s: {reason}\n{self.log_ends()}")
+
+    def _gateways_listen(self) -> bool:
+        gateways = [info for name, info in self.processes().items() if name.startswith("gateways:")]
+        return all(info.pid and listens(info.pid, self.port) for info in gateways)
 
     def processes(self) -> dict[str, ProcessInfo]:
         """Full program name (`group:process`) → what supervisord knows."""
