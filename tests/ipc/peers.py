@@ -1,0 +1,73 @@
+"""Programs at the other end of a ZeroMQ socket, and small verbs for this end."""
+
+import time
+from collections.abc import Callable
+
+import zmq
+
+from ipc.sockets import Frame, PeerFull, PeerGone, Socket
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+# binds a ROUTER and does as told: echo one message, or count what has come when no more comes
+ROUTER = """
+    import sys, zmq
+    from ipc.sockets import EndpointInUse, router
+    try:
+        socket = router(zmq.Context(), sys.argv[1])
+    except EndpointInUse:
+        print("in use", flush=True)
+        sys.exit()
+    print("bound", flush=True)
+    for order in sys.stdin:
+        if order.strip() == "echo":
+            socket.raw.poll(5000)
+            socket.send(socket.receive())
+        else:
+            count = 0
+            while socket.raw.poll(500):
+                while (frames := socket.receive()) is not None:
+                    count += 1
+                    last = frames[-1][:16]
+            print(count, last.decode() if count else "", flush=True)
+"""
+# connects a DEALER, says hello, then counts what has come when told to
+DEALER = """
+    import sys, time, zmq
+    from ipc.sockets import PeerFull, dealer
+    socket = dealer(zmq.Context(), sys.argv[1], b"child")
+    while True:
+        try:
+            socket.send([b"hello"])
+            break
+        except PeerFull:
+            time.sleep(0.01)
+    for order in sys.stdin:
+        count = 0
+        while socket.raw.poll(500):
+            while socket.receive() is not None:
+                count += 1
+        print(count, flush=True)
+"""
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def sent(socket: Socket, frames: list[Frame]) -> bool:
+    try:
+        socket.send(frames)
+    except (PeerFull, PeerGone):
+        return False
+    return True
+
+
+def receive(socket: Socket) -> list[bytes]:
+    assert socket.raw.poll(10_000), "nothing came"
+    frames = socket.receive()
+    assert frames is not None
+    return frames

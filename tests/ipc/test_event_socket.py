@@ -1,0 +1,185 @@
+"""EventSocket on both loops: every message is heard, whatever sends, failures and closings come between."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from ipc.sockets import EventSocket, PeerFull, dealer, router
+from tests.ipc.peers import ROUTER, Context, sent
+from tests.ipc.processes import Child
+
+Run = Callable[[Coroutine[object, object, None]], None]
+
+
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    def run_it(scenario: Coroutine[object, object, None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(scenario)
+
+    return run_it
+
+
+async def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def echo(context: Context, endpoint: str) -> AsyncIterator[tuple[EventSocket, list[bytes]]]:
+    """A connected client of a server that echoes, and what the client got."""
+    loop = asyncio.get_running_loop()
+    got: list[bytes] = []
+    server = EventSocket(router(context, endpoint), lambda frames: server.send(frames), loop)
+    connected = asyncio.Event()
+    socket = dealer(context, endpoint, b"me")
+    client = EventSocket(socket, lambda frames: got.append(frames[0]), loop, lambda up: connected.set())
+    await asyncio.wait_for(connected.wait(), 10)
+    yield client, got
+    client.close()
+    server.close()
+
+
+def test_a_burst_is_heard_whole_and_in_order(run: Run, context: Context, endpoint: str) -> None:
+    async def scenario() -> None:
+        async with echo(context, endpoint) as (client, got):
+            for number in range(1000):
+                client.send([b"%d" % number])
+            await eventually(lambda: len(got) >= 1000)
+            assert got == [b"%d" % number for number in range(1000)]
+
+    run(scenario())
+
+
+def test_no_wake_up_is_lost_between_sends(run: Run, context: Context, endpoint: str) -> None:
+    """Send and receive race on one socket: the descriptor signals once, and a send can take the signal."""
+
+    async def scenario() -> None:
+        async with echo(context, endpoint) as (client, got):
+            for number in range(3000):
+                client.send([b"%d" % number])
+                if number % 3 == 0:
+                    await asyncio.sleep(0)
+                if number % 100 == 0:
+                    await eventually(lambda number=number: len(got) == number + 1)
+            await eventually(lambda: len(got) == 3000)
+
+    run(scenario())
+
+
+def test_a_full_peer_does_not_make_the_socket_deaf(run: Run, context: Context, endpoint: str) -> None:
+    async def scenario() -> None:
+        heard: list[int] = []
+        connected = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        with Child(ROUTER, endpoint) as child:
+            assert child.line() == "bound"
+            socket = dealer(context, endpoint, b"me")
+            client = EventSocket(socket, lambda frames: heard.append(len(frames)), loop, lambda up: connected.set())
+            await asyncio.wait_for(connected.wait(), 10)
+            while sent(socket, [b"x" * 1000]):
+                pass
+            child.order("echo")  # the answer comes while sends fail
+            deadline = time.monotonic() + 10
+            while not heard and time.monotonic() < deadline:
+                for _ in range(5):
+                    try:
+                        client.send([b"x" * 1000])
+                    except PeerFull:
+                        await asyncio.sleep(0.01)
+            assert heard == [1]
+            client.close()
+
+    run(scenario())
+
+
+def test_a_message_that_fails_does_not_stop_the_next(run: Run, context: Context, endpoint: str) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        failures: list[str] = []
+        got: list[bytes] = []
+        loop.set_exception_handler(lambda _, info: failures.append(str(info["exception"])))
+
+        def on_message(frames: list[bytes]) -> None:
+            if frames[1] == b"bad":
+                raise ValueError("cannot do this")
+            got.append(frames[1])
+
+        server, client = EventSocket(router(context, endpoint), on_message, loop), dealer(context, endpoint, b"me")
+        await eventually(lambda: sent(client, [b"bad"]))
+        client.send([b"good"])
+        await eventually(lambda: got == [b"good"])
+        assert failures == ["cannot do this"]
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_closing_while_messages_are_handled(run: Run, context: Context, endpoint: str) -> None:
+    async def scenario() -> None:
+        got: list[bytes] = []
+
+        def on_message(frames: list[bytes]) -> None:
+            got.append(frames[1])
+            server.close()
+            server.close()
+
+        server = EventSocket(router(context, endpoint), on_message, asyncio.get_running_loop())
+        client = dealer(context, endpoint, b"me")
+        await eventually(lambda: sent(client, [b"1"]))
+        sent(client, [b"2"])
+        await eventually(lambda: got)
+        await asyncio.sleep(0.05)
+        assert got == [b"1"]
+        client.close()
+
+    run(scenario())
+
+
+def test_connections_come_and_go(run: Run, context: Context, endpoint: str) -> None:
+    """The moment a connection is told of, a send works."""
+
+    async def scenario() -> None:
+        changes: list[bool] = []
+
+        def on_connection(connected: bool) -> None:
+            changes.append(connected)
+            if connected:
+                client.send([b"hello"])
+
+        socket = dealer(context, endpoint, b"me")
+        client = EventSocket(socket, lambda frames: None, asyncio.get_running_loop(), on_connection)
+        await asyncio.sleep(0.05)
+        assert changes == []
+        for life in (1, 2):
+            with Child(ROUTER, endpoint) as server:
+                await eventually(lambda life=life: len(changes) == 2 * life - 1)
+                server.kill()
+                await eventually(lambda life=life: len(changes) == 2 * life)
+        assert changes == [True, False] * 2
+        with pytest.raises(PeerFull):
+            client.send([b"anyone?"])
+        client.close()
+
+    run(scenario())
+
+
+def test_a_connection_made_before_anyone_watched_is_told(run: Run, context: Context, endpoint: str) -> None:
+    async def scenario() -> None:
+        server, early = router(context, endpoint), dealer(context, endpoint, b"me")
+        await eventually(lambda: sent(early, [b"hello"]))
+        changes: list[bool] = []
+        client = EventSocket(early, lambda frames: None, asyncio.get_running_loop(), changes.append)
+        await eventually(lambda: changes == [True])
+        server.close()
+        await eventually(lambda: changes == [True, False])
+        client.close()
+
+    run(scenario())
