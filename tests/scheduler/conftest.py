@@ -1,9 +1,12 @@
 """The scheduler's tests run on the loop that it runs on."""
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 import uvloop
 
 
-@pytest.fixture(scope="session")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    return uvloop.EventLoopPolicy()
+@pytest.hookimpl(optionalhook=True)  # of newer releases of pytest-asyncio; with others the tests run on asyncio's own
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
