@@ -40,6 +40,7 @@ class RunningStack(Struct, frozen=True):
     run_dir: Path
     model: str
     started: float  # seconds since the epoch, just before the first process was started
+    ready: float  # and when /health/ready first answered 200
     pids: dict[str, int] = {}  # of the processes started one by one
 
     @property
@@ -67,7 +68,7 @@ def real_stack(overrides: Sequence[str] = ()) -> Iterator[RunningStack]:
         started = time.time()
         process = processes.enter_context(_process(command, run_dir / "logs" / "bouquet-up.log", {}))
         _wait_ready(port, [process], run_dir)
-        yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started)
+        yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started, time.time())
 
 
 @contextmanager
@@ -94,8 +95,9 @@ def fake_rank_stack(rank_options: Sequence[str] = ()) -> Iterator[RunningStack]:
             for program, command in commands.items()
         }
         _wait_ready(port, list(running.values()), run_dir)
+        ready = time.time()
         pids = {program: process.pid for program, process in running.items()}
-        yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started, pids)
+        yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started, ready, pids)
 
 
 def free_port() -> int:
