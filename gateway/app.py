@@ -36,22 +36,21 @@ async def serve(
 
     Raises ModelFilesError for a model directory it cannot serve, OSError when the port is taken.
     """
-    listener = bind(config.host, config.port)
-    app = create_app(config=config, models=models, run_dir=run_dir, index=index, log=log)
-    server = HttpServer(app, config)
-    await server.start()
-    try:
-        await app[GATEWAY].client.wait_known(FIRST_STATUS_S)
-        await server.listen(listener)
-        log("listening", host=config.host, port=listener.getsockname()[1])
-        await stop.wait()
-        log("draining", in_flight=app[GATEWAY].admission.in_use)
-        app[GATEWAY].draining = True
-        await server.drain()
-    finally:
-        listener.close()
-        await server.close()
-    log("stopped")
+    with bind(config.host, config.port) as listener:
+        app = create_app(config=config, models=models, run_dir=run_dir, index=index, log=log)
+        server = HttpServer(app, config)
+        await server.start()
+        try:
+            await app[GATEWAY].client.wait_known(FIRST_STATUS_S)
+            await server.listen(listener)
+            log("listening", host=config.host, port=listener.getsockname()[1])
+            await stop.wait()
+            log("draining", in_flight=app[GATEWAY].admission.in_use)
+            app[GATEWAY].draining = True
+            await server.drain()
+        finally:
+            await server.close()
+        log("stopped")
 
 
 def create_app(

@@ -8,7 +8,6 @@ Knows nothing of models or of other replicas: what is lost here is handed to the
 """
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -28,6 +27,7 @@ from ipc.types import ModelFacts, OutputSpec, Priority, Timings
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0
 CONNECT_S = 0.005
+CONNECT_TRIES = 20
 
 AbortReason = Literal["disconnect", "deadline", "stop"]
 
@@ -259,7 +259,7 @@ class Link:
     def _on_event(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._loop.call_later(CONNECT_S, self._introduce)  # a moment later its queue takes messages
+            self._introduce(CONNECT_TRIES)
         elif event == zmq.EVENT_DISCONNECTED:
             self.eject()
 
@@ -275,13 +275,17 @@ class Link:
             chunk.link = None
         return chunk
 
-    def _introduce(self) -> None:
-        if self.incarnation is None and not self._closed:
-            self._say_hello()
+    def _introduce(self, tries: int) -> None:
+        """Says hello as soon as the new connection takes a message, which is a moment after it is told."""
+        if self.incarnation is None and not self._closed and not self._say_hello() and tries > 0:
+            self._loop.call_later(CONNECT_S, self._introduce, tries - 1)
 
-    def _say_hello(self) -> None:
-        self._try_send(encode(Hello(self._sender.incarnation, "gateway", self._sender.index, os.getpid())))
+    def _say_hello(self) -> bool:
+        return self._try_send(encode(Hello(self._sender.incarnation, "gateway", self._sender.index, os.getpid())))
 
-    def _try_send(self, *frames: Frame) -> None:
-        with contextlib.suppress(SocketError):
+    def _try_send(self, *frames: Frame) -> bool:
+        try:
             self._socket.send(frames)
+        except SocketError:
+            return False
+        return True

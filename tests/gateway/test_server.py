@@ -1,0 +1,192 @@
+"""Time and room: deadlines, disconnects, slow clients, too many requests, and an orderly end."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.app import bind, serve
+from gateway.config import GatewayConfig
+from gateway.models import ModelFilesError
+from tests.gateway.conftest import MakeStack, Stack, free_port, until
+
+BODY = b'{"model": "tiny", "input": "hello"}'
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+async def test_deadline_is_a_504_and_an_abort(stack: Stack) -> None:
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    status, body = await stack.post("/v1/embeddings", {"model": "tiny", "input": "a"}, X_Timeout_Ms="100")
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    await until(lambda: bool(scheduler.aborts))
+    assert [(a.chunk_id, a.reason) for a in scheduler.aborts] == [(scheduler.submits[0].chunk_id, "deadline")]
+    assert 0 < scheduler.submits[0].timeout_ms <= 100
+    scheduler.hold = False
+    assert (await stack.embed())[0] == 200
+
+
+async def test_deadline_of_one_that_waits_for_a_replica(stack: Stack) -> None:
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.state = "starting"
+    scheduler.tell_status()
+    await asyncio.sleep(0.05)
+    status, body = await stack.post("/v1/embeddings", {"model": "tiny", "input": "a"}, X_Timeout_Ms="100")
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    scheduler.state = "ready"
+    scheduler.tell_status()
+    assert (await stack.embed("b"))[0] == 200
+    assert len(scheduler.submits) == 1  # the one that had waited was forgotten
+
+
+async def test_default_deadline_is_configured(make_stack: MakeStack) -> None:
+    stack = await make_stack(timeout_ms=100)
+    stack.schedulers["tiny/0"].hold = True
+    assert (await stack.embed())[0] == 504
+
+
+async def test_disconnect_aborts_every_chunk(make_stack: MakeStack) -> None:
+    stack = await make_stack(max_chunk_tokens=8)
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    body = json.dumps({"model": "tiny", "input": ["a tulip is red"] * 3}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(HEAD % len(body) + body)
+    await until(lambda: len(scheduler.held) == 3)
+    writer.close()
+    await until(lambda: len(scheduler.aborts) == 3)
+    assert {abort.reason for abort in scheduler.aborts} == {"disconnect"}
+    assert not scheduler.held
+    scheduler.hold = False
+    assert (await stack.embed())[0] == 200
+
+
+async def test_too_many_at_once_is_a_429_before_anything_is_read(make_stack: MakeStack) -> None:
+    stack = await make_stack(max_concurrent_requests=2)
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    busy = [asyncio.create_task(stack.embed()) for _ in range(2)]
+    await until(lambda: len(scheduler.held) == 2)
+    async with stack.http.post("/v1/embeddings", data=b"not even JSON") as response:
+        assert response.status == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["code"] == "overloaded"
+    scheduler.hold = False
+    scheduler.release()
+    assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
+    assert (await stack.embed())[0] == 200
+
+
+async def test_a_slow_body_is_a_408(make_stack: MakeStack) -> None:
+    stack = await make_stack(body_timeout_ms=100)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(HEAD % len(BODY) + BODY[:5])
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+    writer.close()
+    assert (await stack.embed())[0] == 200
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/embed", b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_slow_head_ends_the_connection(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr("gateway.server.SWEEP_S", 0.05)
+    stack = await make_stack(header_timeout_ms=100)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(start)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    assert (await stack.embed())[0] == 200
+    await asyncio.sleep(0.3)  # a connection that has spoken is left alone
+    assert (await stack.embed())[0] == 200
+
+
+async def test_pipelined_requests_are_answered_in_order(stack: Stack) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    bodies = [json.dumps({"model": "tiny", "input": ["a"] * n}).encode() for n in (3, 1, 2)]
+    writer.write(b"".join(HEAD % len(body) + body for body in bodies))
+    counts = []
+    for _ in bodies:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        counts.append(len(json.loads(await reader.readexactly(length))["data"]))
+    assert counts == [3, 1, 2]
+    writer.close()
+
+
+async def test_drain_answers_what_is_in_flight_and_closes_the_rest(stack: Stack) -> None:
+    scheduler = stack.schedulers["tiny/0"]
+    assert (await stack.embed())[0] == 200  # leaves an idle connection behind
+    scheduler.hold = True
+    answer = asyncio.create_task(
+        stack.http.post("/v1/embeddings", data=BODY, headers={"Content-Type": "application/json"})
+    )
+    await until(lambda: bool(scheduler.held))
+    stack.stop.set()
+    await asyncio.sleep(0.3)
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", stack.port)
+    assert not stack.task.done()
+    scheduler.release()
+    async with await answer as response:
+        assert response.status == 200
+        assert response.headers["Connection"] == "close"
+    await asyncio.wait_for(stack.task, 5)
+
+
+async def test_drain_ends_at_its_timeout(make_stack: MakeStack) -> None:
+    stack = await make_stack(drain_timeout_ms=200)
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(HEAD % len(BODY) + BODY)
+    await until(lambda: bool(scheduler.held))
+    stack.stop.set()
+    await asyncio.wait_for(stack.task, 5)
+    await until(lambda: bool(scheduler.aborts))  # nobody works for a gateway that has left
+    writer.close()
+
+
+async def test_gateways_share_a_port(make_stack: MakeStack, tiny_dir: Path) -> None:
+    stack = await make_stack()
+    stop, events = asyncio.Event(), list[str]()
+    second = asyncio.create_task(
+        serve(
+            config=GatewayConfig(port=stack.port),
+            models={"tiny": tiny_dir},
+            run_dir=stack.run_dir,
+            index=1,
+            stop=stop,
+            log=lambda event, **_: events.append(event),
+        )
+    )
+    await until(lambda: "listening" in events)
+    assert len(stack.schedulers["tiny/0"].gateways) == 2
+    stop.set()
+    await asyncio.wait_for(second, 5)
+    assert (await stack.embed())[0] == 200
+
+
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    port = free_port()
+    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", port)
+    with pytest.raises(OSError):
+        bind("127.0.0.1", port)
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_model_without_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelFilesError, match=r"'broken'.*tokenizer\.json"):
+        await serve(
+            config=GatewayConfig(port=free_port()),
+            models={"broken": tmp_path},
+            run_dir=tmp_path,
+            index=0,
+            stop=asyncio.Event(),
+            log=lambda event, **_: None,
+        )
