@@ -1,6 +1,7 @@
 """The command `bouquet`: up, down, status, restart, scale, pull, check."""
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -46,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         print(f"bouquet: {error}", file=sys.stderr)
     except GONE as error:
-        print(f"bouquet: supervisord does not answer ({error}); `bouquet up` starts a stack", file=sys.stderr)
+        print(
+            f"bouquet: supervisord does not answer ({error}): the stack has died; `bouquet up` starts it again",
+            file=sys.stderr,
+        )
     return 1
 
 
@@ -78,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 def up(given: argparse.Namespace) -> int:
     config = _load(given)
     run_dir = Path(config.run_dir)
+    os.umask(0o077)
     lock_fd = take_lock(run_dir)
     directories = _fetch(config, refresh=False)
     wait_for_port(config.gateway.host, config.gateway.port)
@@ -93,11 +98,25 @@ def up(given: argparse.Namespace) -> int:
         _say("Ctrl-C stops.")
         foreground.watch(supervisord)
         code = 0
-    _say("stopping: finishing what is under way (Ctrl-C again kills)")
-    ordered = foreground.stop(supervisord, stop_timeout_s(config))
+    code = _stop(config, foreground, supervisord) or code
     _clean_if_free(run_dir)
-    _say("stopped" if ordered else "killed")
-    return code if ordered else 1
+    return code
+
+
+def _stop(config: ServiceConfig, foreground: Foreground, supervisord: "subprocess.Popen[bytes]") -> int:
+    """Exit code 0 if everything ended in order, by our doing or by another's."""
+    if supervisord.poll() is None:
+        _say("stopping: finishing what is under way (Ctrl-C again kills)")
+        ordered = foreground.stop(supervisord, stop_timeout_s(config))
+        _say("stopped" if ordered else "killed")
+        return 0 if ordered else 1
+    if supervisord.returncode == 0:
+        _say("stopped by another command")
+        return 0
+    print(
+        f"bouquet: supervisord ended with code {supervisord.returncode}; its processes ended with it", file=sys.stderr
+    )
+    return 1
 
 
 def _wait_until_ready(
@@ -123,11 +142,10 @@ def _wait_until_ready(
 def down(given: argparse.Namespace) -> int:
     run_dir, run = _running(given)
     timeout_s = stop_timeout_s(run.config) if run else 60.0
-    if not stop_supervisord(run_dir, timeout_s, _say):
-        _say(f"no stack runs in {run_dir}")
-        return 0
-    _clean_if_free(run_dir)
-    _say("stopped")
+    stopped = stop_supervisord(run_dir, timeout_s, _say)
+    if run_dir.is_dir():
+        _clean_if_free(run_dir)
+    _say("stopped" if stopped else f"no stack runs in {run_dir}")
     return 0
 
 

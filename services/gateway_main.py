@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from services.boot import arguments, run_program, settle_memory
+from services.boot import CannotBoot, arguments, run_program, settle_memory
 from services.config import RunConfig
 from services.log import Log
 from services.programs import gateway_program
@@ -22,6 +22,7 @@ def serve(run: RunConfig, log: Log, run_dir: Path, index: int) -> int:
     import uvloop
 
     from gateway.app import serve as serve_gateway
+    from gateway.models import ModelFilesError
 
     log("imported")
     settle_memory()
@@ -36,7 +37,10 @@ def serve(run: RunConfig, log: Log, run_dir: Path, index: int) -> int:
             log=log,
         )
 
-    uvloop.run(until_stopped())
+    try:
+        uvloop.run(until_stopped())
+    except ModelFilesError as error:
+        raise CannotBoot(str(error)) from error
     return 0
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.boot import arguments, run_program, settle_memory
+from services.boot import CannotBoot, arguments, run_program, settle_memory
 from services.config import RunConfig
 from services.log import Log
 from services.programs import rank_program
@@ -23,15 +23,28 @@ def main() -> int:
 def serve(run: RunConfig, log: Log, run_dir: Path, model: str, replica: str, rank: int) -> int:
     stop_fd = stop_descriptor()
     from rose.encoder_runner import EncoderRunner
+    from rose.models.config import ModelError
+    from rose.runner import OutOfMemory
     from rose.worker import serve as serve_rank
 
     log("imported")
     config = run.config.model(model).rank
-    runner = EncoderRunner(model, run.paths()[model], config)
+    try:
+        runner = EncoderRunner(model, run.paths()[model], config)
+    except ValueError as error:  # files or settings; nothing else has happened yet
+        raise CannotBoot(f"{model}: {error}") from error
     settle_memory()
-    return serve_rank(
-        runner=runner, replica=replica, rank=rank, run_dir=run_dir, stop_fd=stop_fd, log=log, spin_us=config.spin_us
-    )
+    try:
+        return serve_rank(
+            runner=runner, replica=replica, rank=rank, run_dir=run_dir, stop_fd=stop_fd, log=log, spin_us=config.spin_us
+        )
+    except ModelError as error:
+        raise CannotBoot(f"{model}: {error}") from error
+    except OutOfMemory as error:
+        raise CannotBoot(
+            f"{model}: a step of the largest size does not fit into memory ({error}); "
+            "lower rank.max_num_batched_tokens or rank.max_model_len, or free memory"
+        ) from error
 
 
 if __name__ == "__main__":
