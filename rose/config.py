@@ -8,6 +8,7 @@ from msgspec import Struct
 class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str = "auto"  # auto | cpu | cuda
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    task: Literal["auto", "embed", "score"] = "auto"  # auto: what the model's files say
     max_model_len: int | None = None  # None: what the model's files say
     max_num_batched_tokens: int | None = None  # tokens of one step; None: the model's measured default
     max_num_seqs: int | None = None

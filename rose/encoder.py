@@ -4,16 +4,15 @@ Knows neither processes nor threads. Everything here is a launch: on a GPU nothi
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ipc.step import ROW_TYPE_START, STATUS_BAD_TOKEN, STATUS_NON_FINITE
+from ipc.step import STATUS_BAD_TOKEN, STATUS_NON_FINITE
 from rose.attention.interface import AttentionBackend
-from rose.batch import encode_batch
+from rose.batch import Rows, encode_batch
+from rose.layers.activation import Activation, activation
 from rose.layers.linear import Linear
 from rose.layers.packed_linear import pack_linears
 from rose.models.config import ModelConfig
@@ -23,22 +22,16 @@ from rose.pooling import OutputDefaults, RowGroup, convert, group_rows, pool
 from rose.weights.loader import load_weights, weight_files
 
 
-class Rows(NamedTuple):
-    """Sequences of one step, as views of its slot. N rows, T tokens."""
-
-    input_ids: NDArray[np.int32]  # [T]
-    cu_seqlens: NDArray[np.int32]  # [N+1], its first offset need not be 0
-    table: NDArray[np.int32]  # [N, 8]
-    bad_tokens: NDArray[np.bool_]  # [N], rows with ids outside the vocabulary (replaced by 0 in input_ids)
-    status: Tensor  # int32 [N], out
-    values: Tensor  # uint8, out; rows at their offsets
-
-
 class Encoder:
     """A model with its task's head."""
 
     def __init__(
-        self, model: nn.Module, head: nn.Module, task: EmbedTask | ScoreTask, attention: AttentionBackend, device: str
+        self,
+        model: nn.Module,
+        head: Activation | nn.Sequential,
+        task: EmbedTask | ScoreTask,
+        attention: AttentionBackend,
+        device: str,
     ) -> None:
         self._model = model
         self._head = head
@@ -49,15 +42,15 @@ class Encoder:
 
     def run(self, rows: Rows) -> None:
         """Forward pass of `rows`, results into its `status` and `values`."""
-        batch = encode_batch(rows.input_ids, rows.cu_seqlens, rows.table[:, ROW_TYPE_START], self._device)
-        hidden = self._model(batch, self._attention.ragged(batch.sequences))
+        batch = encode_batch(rows, self._device)
+        output = self._model(batch, self._attention.ragged(batch.sequences))
         failed = torch.from_numpy(rows.bad_tokens).to(self._device, non_blocking=True).to(torch.int32)
         failed.mul_(STATUS_BAD_TOKEN)
         pooled: dict[str, Tensor] = {}
         for group in group_rows(rows.table, self._defaults):
             vectors = pooled.get(group.pooling)
             if vectors is None:
-                vectors = self._head(pool(hidden, batch.sequences, group.pooling)) if self._pools else hidden
+                vectors = self._head(pool(output, batch.sequences, group.pooling) if self._pools else output.float())
                 pooled[group.pooling] = vectors
                 failed.masked_fill_(~vectors.isfinite().all(dim=-1) & (failed == 0), STATUS_NON_FINITE)
             _write(group, vectors, failed, self._defaults, rows.values)
@@ -89,10 +82,10 @@ def load_encoder(
     return Encoder(model, head, task, attention, device)
 
 
-def _build_head(task: EmbedTask | ScoreTask) -> nn.Module:
-    """The projections of an embedding model, in float32 whatever the model's dtype is."""
+def _build_head(task: EmbedTask | ScoreTask) -> Activation | nn.Sequential:
+    """What follows in float32, whatever the model's dtype: projections of pooled vectors, or scores from logits."""
     if isinstance(task, ScoreTask):
-        return nn.Identity()
+        return activation(task.act)
     return nn.Sequential(*(_load_dense(spec) for spec in task.dense)).requires_grad_(False)
 
 

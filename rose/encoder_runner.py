@@ -5,22 +5,20 @@ In one process (bulk jobs, tests) drive it with ipc.step_ring.local_slots and a 
 
 import os
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ipc.control import Join
-from ipc.step import DTYPE_CODES, ROW_DTYPE, ROW_OUTPUT_OFFSET, StepPlan
+from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing, encode_layout, local_slots
 from ipc.types import ModelFacts
 from rose.attention.sdpa import SdpaBackend
+from rose.batch import Rows, step_rows, write_plain_rows
 from rose.config import RankConfig
 from rose.cpu_stream import CpuStream
 from rose.device import launch_on_cuda, pin, resolve_device, resolve_dtype, unpin
-from rose.encoder import Encoder, Rows, load_encoder
+from rose.encoder import Encoder, load_encoder
 from rose.models.config import ModelConfig, ModelError, read_config
 from rose.models.task import EmbedTask, ScoreTask, read_task, trained_max_len
 from rose.runner import LazyTensor
@@ -28,7 +26,6 @@ from rose.runner import LazyTensor
 CPU_BATCHED_TOKENS = 1024  # 97 % of the peak rate of a small model is reached below this
 CUDA_BATCHED_TOKENS = 16384
 CPU_WARM_UP_TOKENS = 2048  # a CPU has no memory to reserve: larger shapes need no trial
-MIN_PART_TOKENS = 32  # a part of a step that is worth a thread of its own
 
 
 class EncoderRunner:
@@ -38,7 +35,7 @@ class EncoderRunner:
         self._directory = directory
         self._config = config
         self._model_config = read_config(directory)
-        self._task = read_task(directory, self._model_config)
+        self._task = read_task(directory, self._model_config, config.task)
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self.facts = _facts(name, self._model_config, self._task, config, self._device, self._dtype, directory)
@@ -76,7 +73,8 @@ class EncoderRunner:
         if plan.kind == "idle":
             return self._launch([])
         assert plan.kind == "encode", f"an encoder was sent a {plan.kind} step: check which planner serves this model"
-        return self._launch(self._parts(plan, arrays))
+        max_parts = 1 if self._stream is None else self._num_threads
+        return self._launch(step_rows(plan, arrays, self.facts, max_parts))
 
     def drain(self) -> None:
         if self._stream is not None:
@@ -98,67 +96,23 @@ class EncoderRunner:
         cores = max(1, self._num_threads // max(1, len(parts)))
         return self._stream.launch([(partial(encoder.run, part), cores) for part in parts])
 
-    def _parts(self, plan: StepPlan, arrays: Arrays) -> list[Rows]:
-        """The step's rows, checked; on CPU divided among the threads."""
-        n, t = plan.num_seqs, plan.num_tokens
-        cu_seqlens = arrays["cu_seqlens"][: n + 1]
-        rises = n > 0 and cu_seqlens[0] == 0 and cu_seqlens[n] == t and bool((np.diff(cu_seqlens) > 0).all())
-        assert rises, f"step {plan.step}: cu_seqlens must rise from 0 to {t} by one or more: refuse empty inputs"
-        input_ids, bad = _check_ids(arrays["input_ids"][:t], cu_seqlens, self.facts.vocab_size)
-        status, values = torch.from_numpy(arrays["status"]), torch.from_numpy(arrays["values"])
-        cuts = _cuts(cu_seqlens, self._num_threads if self._stream is not None else 1)
-        return [
-            Rows(
-                input_ids=input_ids[cu_seqlens[first] : cu_seqlens[last]],
-                cu_seqlens=cu_seqlens[first : last + 1],
-                table=arrays["rows"][first:last],
-                bad_tokens=bad[first:last],
-                status=status[first:last],
-                values=values,
-            )
-            for first, last in pairwise(cuts)
-        ]
-
     def _warm_up(self) -> None:
         """One real step through everything: as many sequences of full length as fit, then the rest."""
         facts = self.facts
         arrays = local_slots(encode_layout(facts))[0]
         limit = facts.max_num_batched_tokens
         total = min(limit, max(CPU_WARM_UP_TOKENS, facts.max_model_len)) if self._device == "cpu" else limit
-        ends = [*range(facts.max_model_len, total, facts.max_model_len), total][: facts.max_num_seqs]
-        arrays["cu_seqlens"][1 : len(ends) + 1] = ends
-        plan = StepPlan(epoch=0, step=0, slot=0, kind="encode", num_seqs=len(ends), num_tokens=ends[-1])
-        row_bytes = 4 * facts.dimension
-        fill_default_rows(arrays["rows"][: len(ends)], row_bytes)
+        lengths = [facts.max_model_len] * (total // facts.max_model_len)
+        if rest := total % facts.max_model_len:
+            lengths.append(rest)
+        lengths = lengths[: facts.max_num_seqs]
+        write_plain_rows(arrays, lengths, facts.dimension)
+        plan = StepPlan(
+            epoch=0, step=0, slot=0, kind="encode", num_seqs=len(lengths), num_tokens=sum(lengths), canary=True
+        )
         lazy = self.step(plan, arrays)
         self.drain()
         lazy.ready()
-
-
-def fill_default_rows(table: NDArray[np.generic], row_bytes: int) -> None:
-    """Rows of float32 as the model's files want them, one after the other."""
-    table[:] = -1
-    table[:, ROW_DTYPE] = DTYPE_CODES["float32"]
-    table[:, ROW_OUTPUT_OFFSET] = np.arange(0, len(table) * row_bytes, row_bytes)
-
-
-def _check_ids(
-    input_ids: NDArray[np.int32], cu_seqlens: NDArray[np.int32], vocab_size: int
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """(ids that are safe to look up, which rows had one outside the vocabulary). The slot itself is not changed."""
-    outside = input_ids.view(np.uint32) >= vocab_size  # negative ids wrap to large ones
-    if not outside.any():
-        return input_ids, np.zeros(len(cu_seqlens) - 1, np.bool_)
-    return np.where(outside, 0, input_ids), np.logical_or.reduceat(outside, cu_seqlens[:-1])
-
-
-def _cuts(cu_seqlens: NDArray[np.int32], num_threads: int) -> list[int]:
-    """Row indices that divide a step into at most `num_threads` parts of about equal tokens, first 0, last N."""
-    num_rows, num_tokens = len(cu_seqlens) - 1, int(cu_seqlens[-1])
-    num_parts = max(1, min(num_rows, num_threads, num_tokens // MIN_PART_TOKENS))
-    targets = [num_tokens * part // num_parts for part in range(1, num_parts)]
-    middles = (cu_seqlens[:-1] + cu_seqlens[1:]) // 2
-    return sorted({0, num_rows, *np.searchsorted(middles, targets).tolist()})
 
 
 def _facts(

@@ -33,8 +33,8 @@ from ipc.step import (
     ROW_POOLING,
 )
 from rose.attention.interface import Sequences
+from rose.batch import MODEL_DEFAULT
 
-MODEL_DEFAULT = -1
 _DTYPES = {code: name for name, code in DTYPE_CODES.items()}
 _POOLINGS = {code: name for name, code in POOLING_CODES.items()}
 

@@ -35,3 +35,11 @@ class FusedLinear(Linear):
     def part(self, parameter: Tensor, index: int) -> Tensor:
         """The rows of `parameter` (weight or bias) that belong to projection `index`."""
         return parameter.narrow(0, sum(self.sizes[:index]), self.sizes[index])
+
+
+class RowsLinear(Linear):
+    """A few rows of a matrix too large to keep, such as the logits of two tokens: weight [len(rows), in_features]."""
+
+    def __init__(self, in_features: int, rows: tuple[int, ...]) -> None:
+        super().__init__(in_features, len(rows), bias=False)
+        self.rows = rows

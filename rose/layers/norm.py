@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self._shape, self.weight, self._eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Pre-norm: (norm(x + residual), x + residual). `residual` is overwritten."""
-        residual = residual.add_(x)
-        return self(residual), residual
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Pre-norm: (norm(x + residual), x + residual). `residual` is overwritten; None counts as zeros."""
+        total = x if residual is None else residual.add_(x)
+        return self(total), total

@@ -14,6 +14,7 @@ from rose.layers.embedding import Embedding
 from rose.layers.linear import FusedLinear, Linear
 from rose.layers.norm import LayerNorm
 from rose.models.config import ModelConfig
+from rose.models.task import ScoreTask
 
 FUSED = {"query_key_value": ("query", "key", "value")}
 
@@ -106,17 +107,48 @@ class BertEncoder(nn.Module):
         return x
 
 
+class BertPooler(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size, act="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x)
+
+
 class BertModel(nn.Module):
     """Token ids -> hidden states [T, H]."""
 
     fused = FUSED
     prefixes = ("bert.",)
-    unused = ("pooler.", "cls.", "embeddings.position_ids")
+    unused = ("pooler.", "cls.", "embeddings.position_ids")  # heads and buffers of other uses
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, pooler: BertPooler | None = None) -> None:
         super().__init__()
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
+        self.pooler = pooler
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
         return self.encoder(self.embeddings(batch), attend)
+
+    def pool(self, hidden: Tensor, batch: EncodeBatch) -> Tensor:
+        """The pooler's view of each first token, [N, H]."""
+        assert self.pooler is not None, "this model was built without a pooler: give it one"
+        return self.pooler(hidden[batch.sequences.cu_seqlens[:-1]])
+
+
+class BertForSequenceClassification(nn.Module):
+    """Token ids -> logits [N, num_labels]: classifier(tanh(pooler(first token)))."""
+
+    fused = FUSED
+    prefixes = ()
+    unused = ("bert.embeddings.position_ids",)
+
+    def __init__(self, config: ModelConfig, task: ScoreTask) -> None:
+        super().__init__()
+        self.bert = BertModel(config, BertPooler(config))
+        self.classifier = Linear(config.hidden_size, task.num_labels)
+
+    def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
+        return self.classifier(self.bert.pool(self.bert(batch, attend), batch))

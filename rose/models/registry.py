@@ -1,4 +1,4 @@
-"""Which class is which model: one line for each (model_type, task)."""
+"""Which class is which model: one line for each model_type and use."""
 
 import importlib
 
@@ -9,14 +9,24 @@ from rose.models.task import EmbedTask, ScoreTask
 
 _MODELS = {
     ("bert", "embed"): "rose.models.bert:BertModel",
+    ("bert", "classify"): "rose.models.bert:BertForSequenceClassification",
+    ("roberta", "embed"): "rose.models.xlm_roberta:XlmRobertaModel",
+    ("roberta", "classify"): "rose.models.xlm_roberta:XlmRobertaForSequenceClassification",
+    ("xlm-roberta", "embed"): "rose.models.xlm_roberta:XlmRobertaModel",
+    ("xlm-roberta", "classify"): "rose.models.xlm_roberta:XlmRobertaForSequenceClassification",
+    ("qwen3", "embed"): "rose.models.qwen3:Qwen3Model",
+    ("qwen3", "classify"): "rose.models.qwen3:Qwen3ForSequenceClassification",
+    ("qwen3", "yes_no"): "rose.models.qwen3:Qwen3ForYesNo",
+    ("bidirectional_pplx_qwen3", "embed"): "rose.models.qwen3:Qwen3Model",
 }
 
 
 def build_model(config: ModelConfig, task: EmbedTask | ScoreTask) -> nn.Module:
-    """The model, parameters not yet loaded, on the current default device and dtype. Raises ModelError."""
+    """The model, its parameters not yet loaded, on the default device and dtype. Raises ModelError."""
     kind = task.kind if isinstance(task, ScoreTask) else "embed"
     place = _MODELS.get((config.model_type, kind))
     if place is None:
         raise ModelError(f"a {config.model_type} model cannot be served for {kind!r}")
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)(config)  # type: ignore[no-any-return]
+    model_class = getattr(importlib.import_module(module), name)
+    return model_class(config, task) if isinstance(task, ScoreTask) else model_class(config)

@@ -56,26 +56,18 @@ class ScoreTask(Struct, frozen=True):
 
 
 def read_task(
-    directory: Path, config: ModelConfig, override: Literal["auto", "embed", "score", "generate"] = "auto"
+    directory: Path, config: ModelConfig, override: Literal["auto", "embed", "score"] = "auto"
 ) -> EmbedTask | ScoreTask:
     """The task of the model in `directory`. Raises ModelError if its files do not say or say something unsupported."""
     modules = _modules(directory)
     kinds = [kind for kind, _ in modules]
     classifies = config.architecture.endswith("ForSequenceClassification")
-    task = override
-    if task == "auto":
-        if classifies or "LogitScore" in kinds:
-            task = "score"
-        elif modules or not config.architecture.endswith("ForCausalLM"):
-            task = "embed"
-        else:
-            task = "generate"
-    if task == "generate":
-        raise ModelError(
-            f'{directory} is a {config.architecture} without modules.json: set task = "embed" to serve its pooled '
-            'states, or task = "score" for a reranker that answers yes or no'
-        )
-    if task == "embed":
+    if override == "embed" or (override == "auto" and not classifies and "LogitScore" not in kinds):
+        if override == "auto" and not modules and config.architecture.endswith("ForCausalLM"):
+            raise ModelError(
+                f'{directory} is a {config.architecture} without modules.json: set task = "embed" to serve its pooled '
+                'states, or task = "score" for a reranker that answers yes or no'
+            )
         return _embed_task(directory, config, modules)
     if classifies:
         return ScoreTask("classify", _score_activation(directory, config.num_labels), config.num_labels)

@@ -4,27 +4,18 @@ What it asks of a model (class or instance attributes): `fused` {our module: the
 that file names may carry, `unused` beginnings of names to leave alone, `tied` {parameter: the one it copies}.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rose.layers.linear import FusedLinear, RowsLinear
 from rose.models.config import ModelError, read_json
 
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of layer norms in files from before 2019
 _MAX_NAMED = 8  # tensors named in an error
-
-
-class LoadableModel(Protocol):
-    """The attributes a model declares for the loader."""
-
-    fused: Mapping[str, tuple[str, ...]]
-    prefixes: tuple[str, ...]
-    unused: tuple[str, ...]
-    tied: Mapping[str, str]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -49,7 +40,7 @@ def load_weights(model: nn.Module, files: list[Path]) -> None:
     target.check_complete(files[0].parent)
 
 
-def _stream(file: Path, wanted: "_Wanted") -> Iterator[tuple[str, Tensor]]:
+def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -57,10 +48,6 @@ def _stream(file: Path, wanted: "_Wanted") -> Iterator[tuple[str, Tensor]]:
                     yield name, tensors.get_tensor(name)
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged ({error}): fetch the model again") from None
-
-
-class _Wanted(Protocol):
-    def __call__(self, name: str) -> bool: ...
 
 
 class _Target:
@@ -79,8 +66,9 @@ class _Target:
         }
         self._missing: set[tuple[str, int]] = set()
         for name in self._parameters:
-            sizes = getattr(self._owner(name), "sizes", (0,))
-            self._missing.update((name, index) for index in range(len(sizes)))
+            owner = self._owner(name)
+            num_parts = len(owner.sizes) if isinstance(owner, FusedLinear) else 1
+            self._missing.update((name, part) for part in range(num_parts))
 
     def wants(self, name: str) -> bool:
         return not any(form.startswith(self._unused) for form in self._forms(name)) if self._unused else True
@@ -118,9 +106,9 @@ class _Target:
 
     def _copy(self, name: str, index: int, tensor: Tensor, what: str) -> None:
         module, parameter = self._owner(name), self._parameters[name]
-        place = module.part(parameter, index) if hasattr(module, "sizes") else parameter
-        if hasattr(module, "select"):  # a layer that keeps only some rows
-            tensor = module.select(tensor)
+        place = module.part(parameter, index) if isinstance(module, FusedLinear) else parameter
+        if isinstance(module, RowsLinear):
+            tensor = tensor[list(module.rows)]
         if place.shape != tensor.shape:
             raise ModelError(f"{what} has shape {list(tensor.shape)}, expected {list(place.shape)}")
         with torch.no_grad():
