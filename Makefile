@@ -35,23 +35,29 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m bench.run embeddings --peer sentence-transformers --peer onnxruntime
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Bouquet needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch first: named alone, pip takes the CPU build instead of gigabytes of CUDA
 $(VENV)/.torch: $(VENV)/bin/python
-	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
+	@echo "installing torch, once (some 200 MB)"
+	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q --disable-pip-version-check -e .
+	@echo "installing bouquet and what it needs"
+	@$(BIN)/pip install -q --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.installed
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
+	@echo "installing what the tests need"
+	@$(BIN)/pip install -q --disable-pip-version-check -e '.[test]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[test,bench]'
+	@echo "installing what the benchmarks need"
+	@$(BIN)/pip install -q --disable-pip-version-check -e '.[test,bench]'
 	@touch $@
 
 clean:

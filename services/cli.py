@@ -1,7 +1,6 @@
 """The command `bouquet`: up, down, status, restart, scale, pull, check."""
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -82,7 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
 def up(given: argparse.Namespace) -> int:
     config = _load(given)
     run_dir = Path(config.run_dir)
-    os.umask(0o077)
     lock_fd = take_lock(run_dir)
     directories = _fetch(config, refresh=False)
     wait_for_port(config.gateway.host, config.gateway.port)

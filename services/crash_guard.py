@@ -8,22 +8,22 @@ import os
 import random
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 WINDOW_S = 300.0  # deaths older than this are forgotten
-YOUNG_S = 30.0  # a life longer than this was no boot failure
-FREE_DEATHS = 2  # the first deaths cost nothing: a killed process is back at once
+YOUNG_S = 15.0  # a program that lives longer starts seldom enough; above supervisord's startsecs
+FREE_DEATHS = 3  # the first deaths cost nothing: a killed process is back at once
 MAX_DELAY_S = 30.0
 
 
 class History(Struct):
     """What a program's file holds. Times are seconds since the epoch."""
 
-    starts: list[float] = []  # of the lives not ended by an ordered stop, oldest first
+    started: float = 0.0  # the life that runs, or ended in disorder; 0: it ended in order
+    young_deaths: list[float] = []  # in the window, oldest first
     num_starts: int = 0  # since the stack came up
     boot_error: str = ""  # why the last start failed, if the configuration was at fault
 
@@ -48,33 +48,35 @@ class CrashGuard:
         """Waits as long as the history asks for, records the start, and returns the seconds waited."""
         now = self._clock()
         history = self._history
-        history.starts = [start for start in history.starts if now - start < WINDOW_S]
-        delay = self.delay(now)
+        if history.started and now - history.started < YOUNG_S:
+            history.young_deaths.append(now)
+        history.young_deaths = [death for death in history.young_deaths if now - death < WINDOW_S]
+        delay = self._delay()
         if delay:
             self._sleep(delay)
-        history.starts.append(now + delay)
+        history.started = now + delay
         history.num_starts += 1
         history.boot_error = ""
         self._write()
         return delay
 
-    def delay(self, now: float) -> float:
-        """min(2^k, 30) s after k young deaths beyond the free ones, give or take a quarter."""
-        if self._history.boot_error:
-            return self._jittered(MAX_DELAY_S)
-        young = sum(end - start < YOUNG_S for start, end in pairwise([*self._history.starts, now]))
-        excess = young - FREE_DEATHS
-        return self._jittered(min(2.0**excess, MAX_DELAY_S)) if excess > 0 else 0.0
-
     def forgive(self) -> None:
-        """An ordered stop: nothing of this life counts."""
-        self._history.starts.clear()
+        """An ordered stop: what was before it counts no more."""
+        self._history.started = 0.0
+        self._history.young_deaths.clear()
         self._write()
 
     def refuse(self, error: str) -> None:
         """The configuration is at fault; the next start waits the full time."""
         self._history.boot_error = error
         self._write()
+
+    def _delay(self) -> float:
+        """min(2^k, 30) s after k young deaths beyond the free ones, give or take a quarter."""
+        if self._history.boot_error:
+            return self._jittered(MAX_DELAY_S)
+        excess = len(self._history.young_deaths) - FREE_DEATHS
+        return self._jittered(min(2.0**excess, MAX_DELAY_S)) if excess > 0 else 0.0
 
     def _jittered(self, seconds: float) -> float:
         return min(seconds * (0.75 + 0.5 * self._jitter()), MAX_DELAY_S)

@@ -176,7 +176,7 @@ def check_programs(run_dir: Path, programs: list[Program]) -> None:
         history = read_history(crash_file(run_dir, program.name))
         if history.boot_error:
             raise StackError(f"{program.name} cannot boot: {history.boot_error}")
-        if (deaths := len(history.starts) - 1) >= DEATHS_BEFORE_GIVING_UP:
+        if (deaths := len(history.young_deaths)) >= DEATHS_BEFORE_GIVING_UP:
             raise _keeps_dying(run_dir, program, deaths)
 
 

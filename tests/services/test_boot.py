@@ -69,14 +69,14 @@ def test_title_and_mask(run_dir: Path) -> None:
     assert code == 0
     assert [line["event"] for line in lines] == ["started", "title", "limits", "exit"]
     assert (lines[1]["title"], lines[2]["mask"]) == ("bouquet: ivy 0", "0o77")
-    assert read_history(crash_file(run_dir, "gateway-0")).starts == []
+    assert read_history(crash_file(run_dir, "gateway-0")).started == 0
 
 
 def test_a_crash_is_logged_and_counted(run_dir: Path) -> None:
     code, lines = run(run_dir, "crash")
     assert code == 1
     assert (lines[-1]["event"], lines[-1]["error"]) == ("crashed", "RuntimeError: broken")
-    assert len(read_history(crash_file(run_dir, "gateway-0")).starts) == 1
+    assert read_history(crash_file(run_dir, "gateway-0")).started > 0
 
 
 def test_a_configuration_that_cannot_work_has_an_exit_code_of_its_own(run_dir: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_signal_is_an_ordered_stop(run_dir: Path) -> None:
             pass
         child.terminate()
         assert child.wait(10) == 0
-    assert read_history(crash_file(run_dir, "gateway-0")).starts == []
+    assert read_history(crash_file(run_dir, "gateway-0")).started == 0
 
 
 def test_nothing_outlives_a_killed_parent(run_dir: Path) -> None:
