@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ipc.codec import TO_SCHEDULER, DecodeError, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
-from ipc.sockets import EventSocket, Frame, PeerFull, PeerGone, router
+from ipc.sockets import EventSocket, Frame, PeerFull, SocketError, router
 from ipc.submit import Abort, Rejected, Submit
 from ipc.types import PROTOCOL_VERSION
 from scheduler.config import SchedulerConfig
@@ -146,14 +146,10 @@ class GatewayLink:
             reason = f"role {message.role}, protocol {message.protocol}: expected gateway, {PROTOCOL_VERSION}"
             self._log("hello_refused", level="warning", pid=message.pid, reason=reason)
             return
-        known = message.incarnation in self._gateways
         gateway = self._register(identity, message.incarnation)
         if isinstance(message, Heartbeat) and message.stats is not None:
             gateway.stats = message.stats
         self._send(gateway, [identity, encode(self._events.status())])
-        if not known:
-            for entry in self._events.quarantine_entries():
-                self._send(gateway, [identity, encode(entry)])
 
     # --- gateways -------------------------------------------------------------------------------------------
 
@@ -167,6 +163,8 @@ class GatewayLink:
             self._drop(other, "its successor took its place")
         gateway = self._gateways[incarnation] = Gateway(identity, incarnation, now)
         self._log("gateway_joined", gateway=f"{incarnation:x}")
+        for entry in self._events.quarantine_entries():
+            self._send(gateway, [identity, encode(entry)])
         return gateway
 
     def _drop(self, gateway: Gateway, reason: str) -> None:
@@ -188,7 +186,7 @@ class GatewayLink:
             self._socket.send(frames)
         except PeerFull:
             gateway.backlog.append(frames)
-        except PeerGone:
+        except SocketError:
             self._stats.num_undeliverable += 1
             self._drop(gateway, "unreachable")
 
@@ -199,7 +197,7 @@ class GatewayLink:
                 self._socket.send(gateway.backlog[0])
             except PeerFull:
                 return
-            except PeerGone:
+            except SocketError:
                 self._drop(gateway, "unreachable")
                 return
             gateway.backlog.popleft()

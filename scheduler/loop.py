@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -89,7 +90,12 @@ class Scheduler:
             self._refuse(request, *refusal)
             return
         assert self.planner is not None
-        rejected = self.planner.add(request, now)
+        try:
+            rejected = self.planner.add(request, now)
+        except Exception as error:  # noqa: BLE001 - whatever a request can do at the door, it does to itself alone
+            self.log("door_error", level="error", error=f"{type(error).__name__}: {error}")
+            self._refuse(request, "invalid", "the scheduler cannot take this chunk; its log says why")
+            return
         if rejected is not None:
             self.gateways.reply([Reply(submit.gateway, rejected)])
             return
@@ -251,10 +257,31 @@ async def serve(
     stop: asyncio.Event,
     log: Log,
 ) -> None:
-    """Runs one replica's scheduler until `stop` is set, then drains. Raises ipc.sockets.EndpointInUse."""
+    """Runs one replica's scheduler until `stop` is set, then drains. Raises ipc.sockets.EndpointInUse.
+
+    An error of our own ends it too, and is raised: gateways turn to other replicas, ranks keep their weights for the
+    successor. That beats going on with requests that nobody would ever answer.
+    """
+    loop = asyncio.get_running_loop()
+    failure: asyncio.Future[None] = loop.create_future()
     scheduler = Scheduler(config, replica, model, tensor_parallel_size, run_dir, log)
-    try:
+
+    def on_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or RuntimeError(context["message"])
+        log("internal_error", level="error", error=f"{type(error).__name__}: {error}")
+        if not failure.done():
+            failure.set_exception(error)
+
+    async def live() -> None:
         await stop.wait()
         await scheduler.drain()
+
+    loop.set_exception_handler(on_exception)
+    life = asyncio.ensure_future(live())
+    try:
+        await asyncio.wait({life, failure}, return_when=asyncio.FIRST_COMPLETED)
+        (failure if failure.done() else life).result()
     finally:
+        life.cancel()
+        loop.set_exception_handler(None)
         scheduler.close()

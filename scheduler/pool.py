@@ -40,7 +40,8 @@ class Pool:
         self._live.setdefault(request.submit.gateway, {})[request.submit.chunk_id] = request
         self.num_requests += 1
         self.num_tokens += request.num_tokens
-        self._queue(request)[id(request)] = request
+        if request.todo:
+            self._queue(request)[id(request)] = request
 
     def close(self, request: Request) -> None:
         """Forgets a request: its terminal message has been taken."""

@@ -38,7 +38,6 @@ class Request:
     todo: deque[tuple[int, int]] = field(default_factory=deque)  # ranges of rows, in order
     num_in_flight: int = 0  # rows
     num_done: int = 0
-    strikes: dict[int, int] = field(default_factory=dict)  # row → deaths while it ran alone
     promoted: bool = False  # a bulk request that goes with the interactive ones
     failure: Rejected | None = None
     closed: bool = False  # the terminal message has been taken
@@ -74,6 +73,16 @@ class Request:
         """Makes every row `todo`; the planner has found it valid."""
         self.cu_seqlens, self.cu_cost, self.row_bytes = cu_seqlens, cu_cost, row_bytes
         self.todo.append((0, self.num_rows))
+
+    def hold(self, rows: list[int]) -> None:
+        """Before anything ran: these rows, in order, are held and not `todo`."""
+        start, stop = self.todo.pop()
+        for row in rows:
+            if start < row:
+                self.todo.append((start, row))
+            start = row + 1
+        if start < stop:
+            self.todo.append((start, stop))
 
     def promote(self) -> None:
         self.promoted = True
@@ -128,11 +137,6 @@ class Request:
         """A death while rows of this request were in flight, however many."""
         self.attempt += 1
         self._num_retries += 1
-
-    def count_strike(self, row: int) -> int:
-        """A death while `row` ran alone; returns how many there were."""
-        self.strikes[row] = self.strikes.get(row, 0) + 1
-        return self.strikes[row]
 
     def fail(self, code: RejectCode, message: str, index: int | None = None, retry_after_ms: int = 0) -> None:
         """No further step will contain it. The first failure stands."""

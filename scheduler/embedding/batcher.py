@@ -4,7 +4,6 @@ After a death, every row that was in flight is a suspect: it runs again alone, w
 while alone convict it. Knows nothing of sockets, clocks and epochs; a step's number is all that names it.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,13 +15,14 @@ from scheduler.config import SchedulerConfig
 from scheduler.embedding.arrays import read_rows, read_status, write_canary, write_rows
 from scheduler.embedding.budget import Room, Sharing
 from scheduler.embedding.door import Invalid, admit
+from scheduler.embedding.limits import MemoryLimit
+from scheduler.embedding.suspects import MAX_STRIKES, Suspects
 from scheduler.planner import Reply
 from scheduler.pool import Pool
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request, Run
 from scheduler.stats import Stats
 
-MAX_STRIKES = 2
 RETRY_AFTER_MS = 1_000
 _ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready"}
 
@@ -51,8 +51,8 @@ class EncodePlanner:
         self._pool = Pool(config.max_pending_requests, config.max_pending_tokens)
         self._sharing = Sharing(config.bulk_share)
         self._in_flight: dict[int, _Step] = {}  # by step number, oldest first
-        self._suspects: deque[Run] = deque()  # one row each, held
-        self._oom_limit: tuple[int, int] | None = None  # (rows, tokens) of a step after one ran out of memory
+        self._suspects = Suspects()
+        self._limit = MemoryLimit(facts.max_num_seqs, facts.max_num_batched_tokens)
         self._last_step = 0
         self._finished_at: float | None = None  # when a step last finished; None: a canary is due at once
         self._seen_version = quarantine.version
@@ -64,6 +64,9 @@ class EncodePlanner:
         if refusal is not None:
             self._stats.requests[refusal.code] += 1
             return refusal
+        held = self._quarantine.suspected(request, now)
+        request.hold(held)
+        self._suspects.hold_last(request, held)
         self._pool.add(request)
         self._publish()
         return None
@@ -72,7 +75,9 @@ class EncodePlanner:
         replies = self._sweep(now)
         if not self._may_launch():
             return None, replies
-        step = self._next_suspect(now, replies) or self._next_batch(now, replies)
+        expired: list[Request] = []
+        step = self._next_suspect(now, expired) or self._next_batch(now, expired)
+        replies += self._expire(expired, now)
         if step is not None:
             step.num_seqs, step.num_tokens, step.offsets = write_rows(step.runs, arrays)
             self._stats.batch_tokens.observe(step.num_tokens)
@@ -113,7 +118,7 @@ class EncodePlanner:
 
     def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
         steps, self._in_flight = list(self._in_flight.values()), {}
-        self._oom_limit = None
+        self._limit.lift()
         self._finished_at = None
         for step in reversed(steps):  # each goes to the front, so the oldest last
             for run in reversed(step.runs):
@@ -152,38 +157,27 @@ class EncodePlanner:
     def _may_launch(self) -> bool:
         if any(step.alone for step in self._in_flight.values()):
             return False
-        exclusive = self._suspects or self._oom_limit is not None
+        exclusive = self._suspects or self._limit.active
         return len(self._in_flight) < (1 if exclusive else self.facts.num_steps_in_flight)
 
-    def _next_suspect(self, now: float, replies: list[Reply]) -> _Step | None:
-        """The first suspect row that somebody still waits for, alone."""
-        while self._suspects:
-            run = self._suspects.popleft()
-            if run.request.failure is not None:
-                continue
-            if run.request.deadline <= now:
-                self._expire([run.request], now, replies)
-                continue
-            number = self._last_step + 1
-            return _Step(number, [run.request.launch(run, number, now)], alone=True, suspect=True)
-        return None
+    def _next_suspect(self, now: float, expired: list[Request]) -> _Step | None:
+        run = self._suspects.next(now, expired)
+        if run is None:
+            return None
+        number = self._last_step + 1
+        return _Step(number, [run.request.launch(run, number, now)], alone=True, suspect=True)
 
-    def _next_batch(self, now: float, replies: list[Reply]) -> _Step | None:
-        budget = self.facts.max_num_batched_tokens
-        room = Room(self.facts.max_num_seqs, budget, float(budget))
-        if self._oom_limit is not None:
-            max_seqs, max_cost = self._oom_limit
-            room.num_seqs, room.cost = min(room.num_seqs, max_seqs), min(room.cost, float(max_cost))
-        expired: list[Request] = []
+    def _next_batch(self, now: float, expired: list[Request]) -> _Step | None:
+        limit, budget = self._limit, self.facts.max_num_batched_tokens
+        room = Room(limit.num_seqs, budget, float(limit.num_tokens))
         self._pool.promote(now, self.config.bulk_wait_ms)
         runs = self._sharing.fill(self._pool, room, self._last_step + 1, now, expired)
-        self._expire(expired, now, replies)
-        return _Step(self._last_step + 1, runs, alone=self._oom_limit is not None) if runs else None
+        return _Step(self._last_step + 1, runs, alone=limit.active) if runs else None
 
-    def _expire(self, requests: list[Request], now: float, replies: list[Reply]) -> None:
+    def _expire(self, requests: list[Request], now: float) -> list[Reply]:
         for request in requests:
             self._fail(request, "expired", "the deadline passed while the request waited")
-        replies += self._replies(requests, now)
+        return self._replies(requests, now)
 
     def _canary_due(self, now: float) -> bool:
         if self._in_flight:
@@ -194,6 +188,8 @@ class EncodePlanner:
 
     def _finished(self, step: _Step, result: StepResult, arrays: Arrays, now: float) -> None:
         self._finished_at = now
+        if step.suspect:
+            self._quarantine.clear(step.runs[0].request, step.runs[0].start)
         stats = self._stats
         stats.num_steps += 1
         stats.step_seconds.observe(result.compute_us / 1e6)
@@ -213,7 +209,7 @@ class EncodePlanner:
             run.request.complete(run, read_rows(run, offset, arrays), result.compute_us / 1000)
             stats.num_rows += num_rows
         stats.num_tokens += step.num_tokens if step.runs else 0
-        self._relax_oom_limit()
+        self._limit.relax()
 
     def _check_status(self, run: Run, status: list[int]) -> None:
         for index, code in enumerate(status, run.start):
@@ -239,20 +235,10 @@ class EncodePlanner:
                     f"sequence {run.start} ({step.num_tokens} tokens) does not fit the device's memory, even alone"
                 )
                 self._fail(run.request, "out_of_memory", message, run.start)
-        rows, tokens = max(1, step.num_seqs // 2), max(1, step.num_tokens // 2)
-        if self._oom_limit is not None:
-            rows, tokens = min(rows, self._oom_limit[0]), min(tokens, self._oom_limit[1])
-        self._oom_limit = (rows, tokens)
+        self._limit.halve(step.num_seqs, step.num_tokens)
         for run in reversed(step.runs):
             self._return(run, suspect=step.suspect)
             run.request.count_retry()
-
-    def _relax_oom_limit(self) -> None:
-        """A step went well: the limit doubles until it is none."""
-        if self._oom_limit is not None:
-            rows, tokens = self._oom_limit[0] * 2, self._oom_limit[1] * 2
-            over = rows >= self.facts.max_num_seqs and tokens >= self.facts.max_num_batched_tokens
-            self._oom_limit = None if over else (rows, tokens)
 
     # --- deaths ---------------------------------------------------------------------------------------------
 
@@ -264,8 +250,7 @@ class EncodePlanner:
             return
         self._stats.num_requeued_rows += run.stop - run.start
         if suspect:
-            request.drop(run)
-            self._suspects.extendleft(Run(request, row, row + 1) for row in reversed(range(run.start, run.stop)))
+            self._suspects.hold_first(run)
         else:
             request.put_back(run)
             self._pool.put_front(request)
@@ -274,16 +259,23 @@ class EncodePlanner:
         """Counts one death for each request that was in flight, and a strike for a row that ran alone."""
         for step in steps:
             if step.suspect:
-                request, row, _ = step.runs[0]
-                if request.count_strike(row) >= MAX_STRIKES:
-                    self._quarantine.convict(request, row, now)
-                    self._stats.num_quarantined += 1
-                    self._fail(request, "quarantined", _quarantined(row), row)
+                self._judge(step.runs[0].request, step.runs[0].start, now)
+                continue
+            for request, start, stop in step.runs:
+                for row in range(start, stop):
+                    self._quarantine.suspect(request, row, now)
         for request in requests:
             request.count_death()
             if request.attempt > self.config.max_attempts:
                 attempts = request.attempt - 1
                 self._fail(request, "lost", f"the ranks died in {attempts} attempts", None, RETRY_AFTER_MS)
+
+    def _judge(self, request: Request, row: int, now: float) -> None:
+        """The ranks died while `row` ran alone."""
+        if self._quarantine.strike(request, row, now) >= MAX_STRIKES:
+            self._quarantine.convict(request, row, now)
+            self._stats.num_quarantined += 1
+            self._fail(request, "quarantined", _quarantined(row), row)
 
     def _sweep(self, now: float) -> list[Reply]:
         """After news in the quarantine table: the same sequence must not end ranks from within the pool."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -535,3 +536,50 @@ async def test_nothing_is_left_behind(tmp_path: Path) -> None:
             process.kill()
             await gateway.until(lambda: gateway.statuses[-1].state == "starting")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_an_error_of_our_own_ends_the_scheduler_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stack() as made:
+        process = made.rank()
+        _, task, gateway = await _serving(made)
+        with monkeypatch.context() as patch:
+            patch.setattr("scheduler.embedding.batcher.read_rows", _broken)
+            await gateway.submit(1, [[1]])
+            with pytest.raises(RuntimeError, match="broken"):
+                await task
+        made.scheduler()
+        await gateway.until(lambda: len({status.incarnation for status in gateway.statuses}) == 2)
+        await gateway.ready()
+        assert np.array_equal(await gateway.embed(2, [[2]]), expected([[2]]))
+        assert process.poll() is None
+
+
+async def test_an_error_at_the_door_is_that_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stack() as made:
+        made.rank()
+        stop, task, gateway = await _serving(made)
+        with monkeypatch.context() as patch:
+            patch.setattr("scheduler.embedding.batcher.admit", _broken)
+            await gateway.submit(1, [[1]])
+            message, _ = await gateway.outcome(1)
+        assert isinstance(message, Rejected)
+        assert message.code == "invalid"
+        assert np.array_equal(await gateway.embed(2, [[2]]), expected([[2]]))
+        stop.set()
+        await task
+
+
+async def test_a_scheduler_that_stood_still_blames_nobody() -> None:
+    async with stack() as made:
+        scheduler = made.scheduler(rank_heartbeat_ms=2000, gateway_heartbeat_ms=2000, canary_interval_ms=10**6)
+        process = made.rank()
+        gateway = made.gateway()
+        await gateway.ready()
+        time.sleep(2.5)
+        await asyncio.sleep(0.5)
+        assert process.poll() is None
+        assert scheduler.gateways.incarnations == [gateway.incarnation]
+
+
+def _broken(*_: object) -> None:
+    raise RuntimeError("broken")

@@ -4,7 +4,7 @@ import pytest
 
 from ipc.submit import Rejected, Result
 from ipc.types import OutputSpec
-from scheduler.quarantine import MAX_ENTRIES, Quarantine, fingerprint
+from scheduler.quarantine import MAX_ENTRIES, MAX_SUSPECTS, Quarantine, fingerprint
 from scheduler.request import Request
 from tests.scheduler.sim import GATEWAY, POISON, Sim, facts
 
@@ -227,6 +227,54 @@ def test_a_poison_row_does_not_hold_up_work_for_ever(sim: Sim) -> None:
     codes = {chunk: sim.code(chunk) for chunk in range(40)}
     assert {chunk for chunk, code in codes.items() if code == "ok"} == {c for c in range(40) if c % 8}
     assert set(codes.values()) == {"ok", "quarantined"}
+
+
+def test_poison_of_clients_that_give_up_early_is_found_too(sim: Sim) -> None:
+    """Each asks anew before the ranks are back, so no request of it ever lives to be tried alone twice."""
+    for chunk in range(20):
+        refused = sim.submit(chunk, [[9], [POISON, 3]])
+        if refused is not None:
+            assert refused.code == "quarantined"
+            break
+        sim.fill()
+        sim.finish()  # the ranks die
+        sim.abort(chunk)
+        assert sim.code(chunk) in ("aborted", "quarantined")
+    assert sim.num_deaths == 3
+    assert sim.submit(100, [[POISON, 3]]) is not None
+
+
+def test_a_suspect_that_comes_again_runs_alone_and_its_chunk_in_order_otherwise(sim: Sim) -> None:
+    sim.submit(1, [[5]])
+    sim.fill()
+    sim.die()
+    sim.abort(1)
+    sim.submit(2, [[1], [5], [2], [5], [3]])
+    sim.submit(3, [[5]])
+    sim.run()
+    assert [sim.code(chunk) for chunk in (2, 3)] == ["ok", "ok"]
+    assert sim.contents[1:] == [[[5]], [[5]], [[5]], [[1], [2], [3]]]
+    sim.submit(4, [[5], [6]])
+    sim.run()
+    assert sim.contents[-1] == [[5], [6]]  # cleared
+
+
+def test_suspicion_is_bounded_and_ends() -> None:
+    sim = Sim(facts(max_num_seqs=2), quarantine_ttl_ms=1000)
+    sim.submit(1, [[5]])
+    sim.fill()
+    sim.die()
+    sim.abort(1)
+    sim.now += 1.5
+    sim.submit(2, [[5], [6]])
+    sim.fill()
+    assert sim.contents[-1] == [[5], [6]]
+    request = sim.planner._pool.find(GATEWAY, 2)
+    assert isinstance(request, Request)
+    for _ in range(2):
+        for row in range(MAX_SUSPECTS + 10):
+            sim.quarantine._count(row.to_bytes(16, "little"), 0, sim.now)
+    assert len(sim.quarantine._suspects) == MAX_SUSPECTS
 
 
 def test_the_quarantine_is_bounded_and_forgets() -> None:
