@@ -85,8 +85,8 @@ class Metrics:
 
 
 def render(processes: Iterable[ProcessStats]) -> bytes:
-    """Prometheus text of all processes' samples, each with a `process` label; the same process only once."""
-    latest = {(stats.process, stats.incarnation): stats for stats in processes}
+    """Prometheus text of all processes' samples, each with a `process` label; of each process what comes last."""
+    latest = {stats.process: stats for stats in processes}
     families: dict[str, list[str]] = {}
     for stats in latest.values():
         for sample, value in stats.values.items():

@@ -5,10 +5,13 @@ post-processor would put around them, which is the same thing and lets a query b
 documents. The file's truncation and padding are switched off; text that spells a special token is plain text.
 """
 
+import json
+import re
 from pathlib import Path
 
 from msgspec import Struct
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 # Text is cut before it is encoded at this many characters per wanted token, and again at four times as many
 # when that was too little; no text is cut twice in vain, and a book costs what its first page costs.
@@ -41,28 +44,35 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
         self.single = _single_frame(tokenizer)
         self.pair = _pair_frame(tokenizer)
-        tokenizer.encode_special_tokens = True  # from here on, text is text
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        if isinstance(tokenizer.model, Unigram):
+            tokenizer = _without_special_pieces(tokenizer, set(self._special))
+        tokenizer.encode_special_tokens = True  # text is text
+        self._tokenizer = tokenizer
 
     @classmethod
     def from_file(cls, path: Path) -> "TextTokenizer":
         """Raises TokenizerError."""
         try:
             return cls(Tokenizer.from_file(str(path)))
-        except TokenizerError:
-            raise
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from None
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise TokenizerError(f"{path} cannot be read: {error}") from None
 
     def special_ids(self, text: str) -> list[int]:
         """Ids of a template's text, in which special tokens are spelled out."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        ids: list[int] = []
+        names = sorted(self._special, key=len, reverse=True)
+        for part in re.split("|".join(f"({re.escape(name)})" for name in names), text) if names else [text]:
+            if part in self._special:
+                ids.append(self._special[part])
+            elif part:
+                ids += self.encode([part])[0]
+        return ids
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens."""
@@ -143,6 +153,16 @@ def _pair_frame(tokenizer: Tokenizer) -> Frame:
         type_start = types.index(1) - end if 1 in types else None
         return Frame(full[:first], full[end:second], full[second + len(bare) :], type_start)
     raise TokenizerError("its post-processor does more than put tokens around and between texts: not supported")
+
+
+def _without_special_pieces(tokenizer: Tokenizer, special: set[str]) -> Tokenizer:
+    """A copy in which a Unigram's pieces that spell special tokens match no text, since it holds them among its
+    ordinary ones: no piece with a space inside is ever looked for. Ids stay."""
+    content = json.loads(tokenizer.to_str())
+    for piece in content["model"]["vocab"]:
+        if piece[0] in special:
+            piece[0] = f" {piece[0]} "
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _find(ids: list[int], part: list[int], start: int = 0) -> int | None:
