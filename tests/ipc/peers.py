@@ -71,3 +71,12 @@ def receive(socket: Socket) -> list[bytes]:
     frames = socket.receive()
     assert frames is not None
     return frames
+
+
+def fill(socket: Socket, frame: list[Frame]) -> int:
+    """Sends until the peer has been full for a while; the number of messages that went."""
+    count, deadline = 0, time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        if sent(socket, frame):
+            count, deadline = count + 1, time.monotonic() + 0.3
+    return count

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from ipc.sockets import EventSocket, PeerFull, dealer, router
-from tests.ipc.peers import ROUTER, Context, sent
+from tests.ipc.peers import ROUTER, Context, fill, sent
 from tests.ipc.processes import Child
 
 Run = Callable[[Coroutine[object, object, None]], None]
@@ -83,16 +83,13 @@ def test_a_full_peer_does_not_make_the_socket_deaf(run: Run, context: Context, e
             socket = dealer(context, endpoint, b"me")
             client = EventSocket(socket, lambda frames: heard.append(len(frames)), loop, lambda up: connected.set())
             await asyncio.wait_for(connected.wait(), 10)
-            while sent(socket, [b"x" * 1000]):
-                pass
+            fill(socket, [b"x" * 1000])
             child.order("echo")  # the answer comes while sends fail
-            deadline = time.monotonic() + 10
-            while not heard and time.monotonic() < deadline:
-                for _ in range(5):
-                    try:
-                        client.send([b"x" * 1000])
-                    except PeerFull:
-                        await asyncio.sleep(0.01)
+            deadline = time.monotonic() + 0.3
+            while time.monotonic() < deadline:
+                with pytest.raises(PeerFull):
+                    client.send([b"x" * 1000])
+            await eventually(lambda: heard)
             assert heard == [1]
             client.close()
 

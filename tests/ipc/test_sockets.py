@@ -9,19 +9,9 @@ import pytest
 import zmq
 
 from ipc import sockets
-from ipc.sockets import EndpointInUse, PeerFull, PeerGone, Socket, dealer, router
-from tests.ipc.peers import DEALER, ROUTER, Context, receive, sent, until
+from ipc.sockets import EndpointInUse, PeerFull, PeerGone, dealer, router
+from tests.ipc.peers import DEALER, ROUTER, Context, fill, receive, sent, until
 from tests.ipc.processes import Child, num_fds
-
-
-def fill(socket: Socket, frame: list[bytes]) -> int:
-    """Sends until the peer has been full for a while; the number of messages that went."""
-    count, deadline = 0, time.monotonic() + 0.3
-    while time.monotonic() < deadline:
-        if sent(socket, frame):
-            count, deadline = count + 1, time.monotonic() + 0.3
-    return count
-
 
 # --- endpoints --------------------------------------------------------------------------------------------
 
@@ -123,6 +113,21 @@ def test_a_full_dealer_says_so_and_drops_nothing(context: Context, endpoint: str
         assert server.line().split()[0] == str(count)
         until(lambda: sent(client, [b"room again"]))
         client.close()
+
+
+def test_a_connection_that_is_told_of_takes_messages(context: Context, endpoint: str) -> None:
+    """ZeroMQ itself says EAGAIN for another millisecond when a send has just failed."""
+    for number in range(10):
+        client = dealer(context, endpoint, b"%d" % number)
+        monitor = client.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        server = router(context, endpoint)
+        while not monitor.poll(0):
+            sent(client, [b"too early?"])
+        client.send([b"connected"])
+        client.raw.disable_monitor()
+        monitor.close(linger=0)
+        client.close()
+        server.close()
 
 
 def test_peers_that_are_not_there_are_errors(context: Context, endpoint: str) -> None:
