@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler.embedding.budget import Sharing
 from tests.scheduler.sim import Sim, facts
 
 INTERACTIVE, BULK = 1, 2
@@ -126,11 +125,40 @@ def test_bulk_that_waited_goes_with_the_interactive_ones_one_at_a_time() -> None
 
 
 def test_credit_is_forgotten_when_bulk_is_gone() -> None:
-    sharing = Sharing(0.5)
-    sim = Sim(bulk_wait_ms=10**9)
-    sim.planner._sharing = sharing
-    sim.submit(1, [[BULK] * 3], priority="bulk")
-    sim.run()
-    sim.submit(2, [[INTERACTIVE] * 64] * 2)
+    sim = Sim(facts(max_num_batched_tokens=64), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    for chunk in range(40):
+        sim.submit(chunk, [[INTERACTIVE] * 64])
+
+    def first_bulk_step(chunk: int) -> int:
+        before = len(sim.contents)
+        sim.submit(chunk, [[BULK] * 64], priority="bulk")
+        for _ in range(20):
+            sim.fill()
+            if any(rows[0][0] == BULK for rows in sim.contents[before:]):
+                break
+            sim.finish()
+        return len(sim.contents) - before
+
+    assert first_bulk_step(100) >= 9  # it saved for its turn
+    for _ in range(6):
+        sim.fill()
+        sim.finish()
+    assert first_bulk_step(101) >= 9  # and has to save again
+
+
+def test_credit_saved_by_cancelled_work_is_nobodys() -> None:
+    sim = Sim(facts(max_num_batched_tokens=64), bulk_wait_ms=10**9, canary_interval_ms=10**9)
+    for chunk in range(40):
+        sim.submit(chunk, [[INTERACTIVE] * 64])
+    sim.submit(100, [[BULK] * 64], priority="bulk")
+    for _ in range(7):
+        sim.fill()
+        sim.finish()
+    sim.abort(100)
     sim.fill()
-    assert len(sim.contents[-1]) == 2
+    sim.finish()
+    sim.submit(101, [[BULK] * 64], priority="bulk")
+    for _ in range(6):
+        sim.fill()
+        sim.finish()
+    assert all(rows[0][0] == INTERACTIVE for rows in sim.contents)

@@ -73,8 +73,8 @@ def test_one_poison_row_among_sixty_costs_its_neighbours_a_retry(sim: Sim) -> No
 
 
 def test_suspects_run_alone_with_nothing_else_in_flight(sim: Sim) -> None:
-    for chunk in range(10):
-        sim.submit(chunk, [[chunk + 1]])
+    for chunk in range(5):
+        sim.submit(chunk, [[2 * chunk + 1], [2 * chunk + 2]])
     sim.fill()
     sim.submit(10, [[11]])
     sim.die()
