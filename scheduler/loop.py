@@ -59,7 +59,7 @@ class Scheduler:
         self.planner: Planner | None = None  # since the first ranks were ready
         self.facts: ModelFacts | None = None
         self.draining = False
-        self.done = asyncio.Event()  # draining and nothing is left
+        self.done = asyncio.Event()  # draining, and nothing is left that could be finished
         self._planners = planners
         self._loop = asyncio.get_running_loop()
         self._pump_scheduled = False
@@ -152,6 +152,9 @@ class Scheduler:
         self._announce()
         self._pump_soon()
 
+    def on_ranks_draining(self) -> None:
+        self._announce()
+
     def on_ranks_lost(self, epoch: int, ordered: bool) -> None:
         now = time.monotonic()
         self._ranks_left_at = now
@@ -161,6 +164,8 @@ class Scheduler:
         if found:
             self.log("quarantined", level="error", fingerprints=[each.hex() for each in found])
             self.gateways.broadcast(QuarantineMessage(found, self.config.quarantine_ttl_ms))
+        if self.draining:
+            self.done.set()  # what is left goes elsewhere sooner than ranks come back
         self._announce()
 
     # --- state ----------------------------------------------------------------------------------------------

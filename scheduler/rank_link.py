@@ -36,6 +36,8 @@ class RankEvents(Protocol):
 
     def on_outcome(self, outcome: StepResult | StepFailed, arrays: Arrays) -> None: ...
 
+    def on_ranks_draining(self) -> None: ...
+
     def on_ranks_lost(self, epoch: int, ordered: bool) -> None: ...
 
 
@@ -254,6 +256,7 @@ class RankLink:
         if isinstance(message, Drain):
             self._log("rank_drains", rank=member.rank, steps_in_flight=epoch.num_steps)
             epoch.draining = True
+            self._events.on_ranks_draining()
             self._end_if_drained(epoch)
         elif message.stats is not None:
             self._stats_of[member.incarnation] = message.stats

@@ -241,6 +241,8 @@ async def test_an_ordered_stop_of_a_rank_finishes_its_steps() -> None:
             await gateway.submit(chunk, [[chunk + 1]])
         await gateway.until(lambda: scheduler.stats.steps_in_flight == 2)
         process.terminate()
+        await gateway.until(lambda: gateway.statuses[-1].state == "starting")  # told before the rank has left
+        assert scheduler.stats.steps_in_flight == 2
         assert await made.ended(process) == 0
         await gateway.submit(3, [[4]])
         made.rank()
@@ -519,6 +521,24 @@ async def test_a_stop_rejects_what_does_not_end_in_time() -> None:
             assert isinstance(message, Rejected)
             assert message.code == "draining"
         await task
+
+
+async def test_a_stop_does_not_wait_for_ranks_that_stop_too() -> None:
+    async with stack() as made:
+        process = made.rank(latency_ms=300)
+        stop, task, gateway = await _serving(made)
+        for chunk in range(6):
+            await gateway.submit(chunk, [[chunk + 1] * 500] * 8)  # a step each
+        await gateway.until(lambda: gateway.statuses[-1].num_requests == 6)
+        stop.set()
+        process.terminate()
+        codes = []
+        for chunk in range(6):
+            message, _ = await gateway.outcome(chunk, seconds=5)
+            codes.append(message.code if isinstance(message, Rejected) else "ok")
+        await task
+        assert codes[:2] == ["ok", "ok"]  # what was in flight was finished
+        assert set(codes[2:]) == {"draining"}
 
 
 async def test_nothing_is_left_behind(tmp_path: Path) -> None:
