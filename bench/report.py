@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,7 @@ PACKAGES = (
     "uvloop",
     "vllm",
 )
+BUSY_CORES = 0.2
 LOWER_IS_BETTER = ("_ms", "_us", "_s")
 
 
@@ -140,11 +142,29 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "busy_cores_before": busy_cores(),
     }
     query = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit", "--format=csv,noheader"]
     if gpus := _output(query):
         found["gpus"] = gpus.splitlines()
     return found
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """Cores at work now, before anything of ours runs; warns when they will be in the figures."""
+
+    def spent() -> tuple[int, int]:
+        values = [int(text) for text in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        return sum(values), values[3] + values[4]  # idle and waiting for disks
+
+    before = spent()
+    time.sleep(seconds)
+    after = spent()
+    idle = (after[1] - before[1]) / max(1, after[0] - before[0])
+    busy = round((1 - idle) * (os.cpu_count() or 1), 2)
+    if busy > BUSY_CORES:
+        print(f"bench: {busy} cores are busy with other work; the figures will suffer", file=sys.stderr)
+    return busy
 
 
 def describe_commit() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import embeddings, report
 from bench.peers import PEERS, Setup
-from bench.stack import StackFailed, default_model
+from bench.stack import StackFailed, default_model, end_in_order_when_told
 
 MAX_LENGTH = 256  # tokens: the default model's own limit
 
@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small run to see that everything works; no figures")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="where the files go")
     args = parser.parse_args()
-    into = report.new_report(args.suite, args.hardware)
+    end_in_order_when_told()
+    into = report.new_report(args.suite + ("-quick" if args.quick else ""), args.hardware)
     try:
         SUITES[args.suite](args, into)
     except (StackFailed, embeddings.Disagreement, ImportError) as error:

@@ -3,6 +3,7 @@
 Each has a free port and a run directory of its own, and is gone, with all of its processes, when its block ends.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from services.stack import write_stack
 ROOT = Path(__file__).parent.parent
 READY_S = 120.0
 STOP_S = 30.0
+PR_SET_PDEATHSIG = 1
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -100,6 +102,11 @@ def fake_rank_stack(rank_options: Sequence[str] = ()) -> Iterator[RunningStack]:
         yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started, ready, pids)
 
 
+def end_in_order_when_told() -> None:
+    """SIGTERM unwinds like Ctrl-C, so that stacks are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: told to stop"))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -109,7 +116,7 @@ def free_port() -> int:
 @contextmanager
 def _run_dir() -> Iterator[Path]:
     """A private directory with a short path: sockets lie in it."""
-    path = Path(tempfile.mkdtemp(prefix="bq"))
+    path = Path(tempfile.mkdtemp(prefix="bqb-"))
     try:
         yield path
     finally:
@@ -135,8 +142,19 @@ def _process(command: list[str], log: Path, environment: dict[str, str]) -> "Ite
 
 def _start(command: list[str], output: BinaryIO, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT, env=os.environ | environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=ROOT,
+        env=os.environ | environment,
+        preexec_fn=_die_with_parent,
     )
+
+
+def _die_with_parent() -> None:
+    """In the child: a benchmark that is killed leaves nothing behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait_ready(port: int, processes: "Sequence[subprocess.Popen[bytes]]", run_dir: Path) -> None:

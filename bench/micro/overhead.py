@@ -22,7 +22,7 @@ from bench import report
 from bench.client import Address, Connection, encode_request
 from bench.load import LoadError, LoadResult, LoadSpec, median, run_one
 from bench.report import Row
-from bench.stack import RunningStack, StackFailed, default_model, fake_rank_stack
+from bench.stack import RunningStack, StackFailed, default_model, end_in_order_when_told, fake_rank_stack
 from bench.workloads import load_tokenizer, texts_of
 from gateway.dialects.openai import parse_embeddings, render_embeddings
 from gateway.tasks import EmbedOutcome, Rows
@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("--hardware", default="cpu", help="short name of the machine, part of the file's name")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="where the files go")
     args = parser.parse_args()
-    into = report.new_report("overhead", args.hardware)
+    end_in_order_when_told()
+    into = report.new_report("overhead-quick" if args.quick else "overhead", args.hardware)
     name, directory = default_model()
     by_source = bodies(name, directory)
     found: dict[str, list[Measured]] = {source: [] for source in SOURCES}

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench import report
 from bench.load import median
 from bench.report import Row
-from bench.stack import RunningStack, StackFailed, real_stack
+from bench.stack import RunningStack, StackFailed, end_in_order_when_told, real_stack
 
 GOAL_MS = 15_000
 Events = dict[tuple[str, str], float]  # (program, event) → seconds since the epoch, first occurrence
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="cpu", help="short name of the machine, part of the file's name")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="where the files go")
     args = parser.parse_args()
+    end_in_order_when_told()
     into = report.new_report("startup", args.hardware)
     runs = []
     try:
