@@ -30,9 +30,9 @@ from services.stack import (
     write_stack,
 )
 from services.status import print_status
-from services.supervisor_client import GONE, SupervisorClient
+from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorRefused
 
-ERRORS = (ConfigError, SourceError, StackError, PlacementError)
+ERRORS = (SourceError, StackError, PlacementError, SupervisorRefused, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,11 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bouquet: {problem}", file=sys.stderr)
     except ERRORS as error:
         print(f"bouquet: {error}", file=sys.stderr)
-    except GONE as error:
-        print(
-            f"bouquet: supervisord does not answer ({error}): the stack has died; `bouquet up` starts it again",
-            file=sys.stderr,
-        )
+    except SupervisorGone as error:
+        print(f"bouquet: {error}: the stack has died; `bouquet up` starts it again", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("bouquet: interrupted", file=sys.stderr)
     return 1
 
 

@@ -29,7 +29,7 @@ from services.log_tail import last_lines
 from services.programs import Program, gateway_program, replica_programs
 from services.render import gateway_config, main_config, programs_dir, replica_config, replica_file
 from services.replicas import ReplicaTable, write_replicas
-from services.supervisor_client import GONE, SupervisorClient
+from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorRefused
 
 LOCK_WAIT_S = 3.0
 PORT_WAIT_S = 5.0
@@ -159,7 +159,7 @@ class StartWatch:
         try:
             with SupervisorClient(self._run_dir) as client:
                 processes = client.processes()  # also wakes it: by itself it looks around once a second
-        except GONE:
+        except (SupervisorGone, SupervisorRefused):  # not up yet, or being stopped by another command
             return False
         check_programs(self._run_dir, self._programs)
         for info in processes:
@@ -193,7 +193,7 @@ def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:
             pid = client.pid()
             pidfd = os.pidfd_open(pid)
             client.shutdown()
-    except GONE:
+    except SupervisorGone:
         return False
     try:
         if not select.select([pidfd], [], [], timeout_s)[0]:

@@ -18,7 +18,7 @@ REPLICA_HEADINGS: Row = ("REPLICA", "STATE", "REQUESTS", "TOKENS", "LAST FORWARD
 
 
 def print_status(run: RunConfig, say: Say) -> int:
-    """Prints the tables; 0 if the stack serves, 1 if not. Raises OSError when supervisord is gone."""
+    """Prints the tables; 0 if the stack serves, 1 if not. Raises SupervisorGone."""
     config = run.config
     run_dir = Path(config.run_dir)
     with SupervisorClient(run_dir) as client:

@@ -9,8 +9,6 @@ from typing import Any, cast
 from msgspec import Struct
 from supervisor.xmlrpc import Faults, SupervisorTransport
 
-GONE = (OSError, http.client.HTTPException)  # nobody answers
-
 
 class ProcessInfo(Struct, frozen=True):
     """One program as supervisord sees it. Times are seconds since the epoch; 0: never."""
@@ -32,13 +30,20 @@ class ProcessInfo(Struct, frozen=True):
         return max(0, self.now - self.start) if self.pid else 0
 
 
+class SupervisorGone(RuntimeError):
+    """Nobody answers on the socket."""
+
+
+class SupervisorRefused(RuntimeError):
+    """supervisord will not do it; the text is its own."""
+
+
 class SupervisorClient:
-    """Every call raises OSError or HTTPException when supervisord is gone."""
+    """Every call raises SupervisorGone or SupervisorRefused."""
 
     def __init__(self, run_dir: Path) -> None:
         self._transport = SupervisorTransport(None, None, f"unix://{run_dir / 'supervisor.sock'}")
-        proxy = xmlrpc.client.ServerProxy("http://localhost", transport=self._transport)
-        self._rpc: Any = proxy.supervisor
+        self._rpc = xmlrpc.client.ServerProxy("http://localhost", transport=self._transport)
 
     def __enter__(self) -> "SupervisorClient":
         return self
@@ -46,44 +51,45 @@ class SupervisorClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._transport.close()
 
     def pid(self) -> int:
-        return cast(int, self._rpc.getPID())
+        return cast(int, self._call("getPID"))
 
     def processes(self) -> list[ProcessInfo]:
         names = ProcessInfo.__struct_fields__
-        return [ProcessInfo(**{name: info[name] for name in names}) for info in self._rpc.getAllProcessInfo()]
+        return [ProcessInfo(**{name: info[name] for name in names}) for info in self._call("getAllProcessInfo")]
 
     def shutdown(self) -> None:
         """Asks it to stop everything, gateways first, and itself."""
-        self._rpc.shutdown()
+        self._call("shutdown")
 
     def start(self, full_name: str) -> None:
         """Starts a program without waiting until it has run for startsecs."""
-        self._ignoring(Faults.ALREADY_STARTED, self._rpc.startProcess, full_name, False)
+        self._call("startProcess", full_name, False, fine=Faults.ALREADY_STARTED)
 
     def stop(self, full_name: str) -> None:
         """Stops a program and waits for its end."""
-        self._ignoring(Faults.NOT_RUNNING, self._rpc.stopProcess, full_name, True)
+        self._call("stopProcess", full_name, True, fine=Faults.NOT_RUNNING)
 
     def add_group(self, group: str) -> None:
         """Starts a group whose file has just been written."""
-        self._rpc.reloadConfig()
-        self._ignoring(Faults.ALREADY_ADDED, self._rpc.addProcessGroup, group)
+        self._call("reloadConfig")
+        self._call("addProcessGroup", group, fine=Faults.ALREADY_ADDED)
 
     def remove_group(self, group: str) -> None:
         """Forgets a group; its programs must have been stopped."""
-        self._ignoring(Faults.BAD_NAME, self._rpc.removeProcessGroup, group)
-        self._rpc.reloadConfig()
+        self._call("removeProcessGroup", group, fine=Faults.BAD_NAME)
+        self._call("reloadConfig")
 
-    @staticmethod
-    def _ignoring(code: int, call: Any, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any, fine: int | None = None) -> Any:
+        """`fine`: the fault that says that nothing had to be done."""
         try:
-            call(*arguments)
+            return getattr(self._rpc.supervisor, method)(*arguments)
         except xmlrpc.client.Fault as fault:
-            if fault.faultCode != code:
-                raise
+            if fault.faultCode == fine:
+                return None
+            what = " ".join([method, *map(str, arguments)])
+            raise SupervisorRefused(f"supervisord refuses {what}: {fault.faultString}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise SupervisorGone(f"supervisord does not answer ({error})") from error

@@ -1,0 +1,150 @@
+"""The client against a real supervisord with a program that only waits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.render import main_config
+from services.stack import StackError, logs_dir, start_supervisord, stop_supervisord, take_lock
+from services.supervisor_client import ProcessInfo, SupervisorClient, SupervisorGone, SupervisorRefused
+
+GROUP = """[group:{name}]
+programs={name}-waiter
+[program:{name}-waiter]
+process_name=waiter
+command={python} -c "import time; time.sleep(60)"
+startsecs=10
+"""
+
+
+def add_file(run_dir: Path, name: str) -> None:
+    (run_dir / "programs" / f"{name}.conf").write_text(GROUP.format(name=name, python=sys.executable))
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    fd = take_lock(tmp_path)
+    for name in ("programs", "logs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "supervisord.conf").write_text(main_config(tmp_path))
+    add_file(tmp_path, "a")
+    process = start_supervisord(tmp_path, fd, with_parent=True)
+    try:
+        wait_for((tmp_path / "supervisord.pid").is_file)
+        yield tmp_path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def find(client: SupervisorClient, full_name: str) -> ProcessInfo | None:
+    return next((info for info in client.processes() if info.full_name == full_name), None)
+
+
+def started(client: SupervisorClient, full_name: str) -> bool:
+    return (info := find(client, full_name)) is not None and info.pid > 0
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_groups_come_and_go(run_dir: Path) -> None:
+    with SupervisorClient(run_dir) as client:
+        wait_for(lambda: started(client, "a:waiter"))
+        add_file(run_dir, "b")
+        client.add_group("b")
+        client.add_group("b")
+        wait_for(lambda: started(client, "b:waiter"))
+        with pytest.raises(SupervisorRefused, match="removeProcessGroup b: STILL_RUNNING"):
+            client.remove_group("b")
+        client.stop("b:waiter")
+        client.stop("b:waiter")
+        info = find(client, "b:waiter")
+        assert info is not None
+        assert (info.statename, info.pid, info.uptime_s) == ("STOPPED", 0, 0)
+        client.start("b:waiter")
+        client.start("b:waiter")
+        client.stop("b:waiter")
+        (run_dir / "programs" / "b.conf").unlink()
+        client.remove_group("b")
+        client.remove_group("b")
+        assert find(client, "b:waiter") is None
+        with pytest.raises(SupervisorRefused, match="startProcess b:waiter False: BAD_NAME"):
+            client.start("b:waiter")
+
+
+def test_an_ordered_stop_frees_the_directory(run_dir: Path) -> None:
+    with pytest.raises(StackError, match="already running"):
+        take_lock(run_dir, wait_s=0)
+    with SupervisorClient(run_dir) as client:
+        wait_for(lambda: started(client, "a:waiter"))
+        info = find(client, "a:waiter")
+    assert info is not None
+    assert stop_supervisord(run_dir, 10, print)
+    assert gone(info.pid)
+    os.close(take_lock(run_dir, wait_s=1))
+    assert not stop_supervisord(run_dir, 10, print)
+    with pytest.raises(SupervisorGone, match="does not answer"), SupervisorClient(run_dir) as client:
+        client.pid()
+
+
+def test_reloading_keeps_the_directory_locked(run_dir: Path) -> None:
+    with SupervisorClient(run_dir) as client:
+        pid = client.pid()
+        wait_for(lambda: started(client, "a:waiter"))
+        before = find(client, "a:waiter")
+    os.kill(pid, signal.SIGHUP)
+
+    def restarted() -> bool:
+        try:
+            with SupervisorClient(run_dir) as client:
+                return started(client, "a:waiter") and find(client, "a:waiter") != before
+        except (SupervisorGone, SupervisorRefused):  # it stops, or is not back yet
+            return False
+
+    wait_for(restarted)
+    with pytest.raises(StackError, match="already running"):
+        take_lock(run_dir, wait_s=0)
+
+
+def test_supervisord_stops_when_its_parent_is_killed(run_dir: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from services.stack import start_supervisord, take_lock\n"
+        "run_dir = Path(sys.argv[1]); print(start_supervisord(run_dir, take_lock(run_dir), with_parent=True).pid)\n"
+        "sys.stdout.flush(); time.sleep(60)"
+    )
+    assert stop_supervisord(run_dir, 10, print)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+    wait_for((run_dir / "supervisor.sock").exists)
+    with SupervisorClient(run_dir) as client:
+        wait_for(lambda: started(client, "a:waiter"))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: gone(pid))
+
+
+def test_logs_are_private(run_dir: Path) -> None:
+    log = logs_dir(run_dir) / "supervisord.log"
+    wait_for(log.is_file)
+    assert log.stat().st_mode & 0o077 == 0
