@@ -184,11 +184,12 @@ class SchedulerClient:
 
     def on_state(self, link: Link) -> None:
         model = self._by_link[link]
-        if link.facts is not None:
-            model.facts = link.facts
         model.live_at = self._loop.time()  # it is live now, or was until now
         model.changed.set()
         self._dispatch_waiting(model)
+
+    def on_facts(self, link: Link, facts: ModelFacts) -> None:
+        self._by_link[link].facts = facts
 
     def on_lost(self, link: Link, chunks: list[Chunk]) -> None:
         self._metrics.failovers += len(chunks)

@@ -77,6 +77,9 @@ class LinkOwner(Protocol):
     def on_state(self, link: "Link") -> None:
         """The replica became ready, or ceased to be."""
 
+    def on_facts(self, link: "Link", facts: ModelFacts) -> None:
+        """The replica told what its model is, for the first time or otherwise than before."""
+
     def on_lost(self, link: "Link", chunks: list[Chunk]) -> None:
         """These were in flight and will not be answered."""
 
@@ -252,8 +255,9 @@ class Link:
         self.status = message
         self._status_at = self._loop.time()
         self.reported_tokens = message.num_tokens
-        if message.facts is not None:
+        if message.facts is not None and message.facts != self.facts:
             self.facts = message.facts
+            self._owner.on_facts(self, message.facts)
         self._set_accepting(message.state == "ready" and self.facts is not None)
 
     def _on_event(self, frames: list[bytes]) -> None:

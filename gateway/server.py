@@ -1,7 +1,8 @@
 """The HTTP server under the application: connections, their limits in time, and the order of stopping.
 
 aiohttp has no time limit for a request's head. Here a new connection must have sent its first one within
-`header_timeout_ms`; later heads of a kept connection are bounded by KEEPALIVE_S only.
+`header_timeout_ms`; later heads of a kept connection are bounded by KEEPALIVE_S only. Nor has it one for clients
+that do not read their answers: they are cut off after STALLED_S without progress.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ KEEPALIVE_S = 75.0
 LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that the client sees the answer
 BACKLOG = 1024
 SWEEP_S = 1.0
+STALLED_S = 30.0
 IDLE_DRAIN_S = 1.0  # while draining, kept connections have this long to send a last request
 
 
@@ -26,6 +28,7 @@ class HttpServer:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_timeout_ms / 1000
         )
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request yet, since when
+        self._unread: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes of answers not taken, since when
         self._listening: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -72,16 +75,34 @@ class HttpServer:
         return connection
 
     async def _sweep(self) -> None:
-        """Closes connections that have not sent a request's head in time."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            oldest = asyncio.get_running_loop().time() - self._config.header_timeout_ms / 1000
-            for connection, since in list(self._silent.items()):
-                if connection.transport is None or _has_spoken(connection):
-                    del self._silent[connection]
-                elif since < oldest:
-                    connection.force_close()
-                    del self._silent[connection]
+            now = asyncio.get_running_loop().time()
+            self._close_silent(now - self._config.header_timeout_ms / 1000)
+            self._cut_off_stalled(now)
+
+    def _close_silent(self, oldest: float) -> None:
+        """Closes connections that have not sent a request's head in time."""
+        for connection, since in list(self._silent.items()):
+            if connection.transport is None or _has_spoken(connection):
+                del self._silent[connection]
+            elif since < oldest:
+                connection.force_close()
+                del self._silent[connection]
+
+    def _cut_off_stalled(self, now: float) -> None:
+        """Aborts connections whose client has taken nothing of its answer for too long."""
+        before, self._unread = self._unread, {}
+        for connection in self._runner.server.connections if self._runner.server else ():
+            transport = connection.transport
+            num_bytes = 0 if transport is None else transport.get_write_buffer_size()
+            if transport is None or num_bytes == 0:
+                continue
+            seen, since = before.get(connection, (-1, now))
+            if seen == num_bytes and now - since > STALLED_S:
+                transport.abort()
+            else:
+                self._unread[connection] = (num_bytes, since if seen == num_bytes else now)
 
 
 def _has_spoken(connection: web.RequestHandler) -> bool:

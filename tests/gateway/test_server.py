@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gateway.app import bind, serve
 from gateway.config import GatewayConfig
 from gateway.models import ModelFilesError
 from tests.gateway.conftest import MakeStack, Stack, free_port, until
+from tests.gateway.fake_scheduler import facts
 
 BODY = b'{"model": "tiny", "input": "hello"}'
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -102,6 +104,29 @@ async def test_a_slow_head_ends_the_connection(
     assert (await stack.embed())[0] == 200
     await asyncio.sleep(0.3)  # a connection that has spoken is left alone
     assert (await stack.embed())[0] == 200
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, tiny_dir: Path
+) -> None:
+    monkeypatch.setattr("gateway.server.SWEEP_S", 0.05)
+    monkeypatch.setattr("gateway.server.STALLED_S", 0.2)
+    stack = await make_stack({"tiny": (tiny_dir, facts(dimension=4096))})
+    body = json.dumps({"model": "tiny", "input": ["a"] * 300}).encode()  # an answer of about 13 MB
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", stack.port))
+    client.sendall(HEAD % len(body) + body)
+    await until(lambda: bool(stack.schedulers["tiny/0"].submits))
+    await asyncio.sleep(1.5)
+    assert (await stack.embed())[0] == 200
+    client.settimeout(5)
+    answer = b""
+    while part := client.recv(1 << 20):
+        answer += part
+    client.close()
+    head, _, start = answer.partition(b"\r\n\r\n")
+    assert len(start) < int(head.lower().partition(b"content-length:")[2].split()[0])
 
 
 async def test_pipelined_requests_are_answered_in_order(stack: Stack) -> None:
