@@ -17,6 +17,7 @@ from ipc.codec import MEMBERSHIP, Membership, encode
 from ipc.endpoint_lock import EndpointLock
 
 _LENGTH = struct.Struct("!I")
+_FD = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD = 77  # Linux 6.5
 MAX_FRAME_BYTES = 1 << 20
@@ -72,7 +73,11 @@ class MembershipSocket:
         """
         fds: list[int] = []
         try:
-            head, fds, flags, _ = socket.recv_fds(self.connection, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+            # not socket.recv_fds: it drops the flags
+            space = socket.CMSG_LEN(_FD.size)
+            head, ancillary, flags, _ = self.connection.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
+            for _, _, data in ancillary:  # SCM_RIGHTS: the only kind that nobody has to ask for
+                fds += [fd for (fd,) in _FD.iter_unpack(data[: len(data) - len(data) % _FD.size])]
             if flags & socket.MSG_CTRUNC:
                 raise MembershipClosed("more than one descriptor beside a frame")
             return self._rest(head), (fds.pop() if fds else None)
