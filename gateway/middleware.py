@@ -6,7 +6,15 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from gateway.errors import GatewayError, InternalError, InvalidRequest, error_headers, kind_of, render_error
+from gateway.errors import (
+    GatewayError,
+    InternalError,
+    InvalidRequest,
+    UnknownRoute,
+    error_headers,
+    kind_of,
+    render_error,
+)
 from gateway.state import GATEWAY
 
 MAX_ID_CHARS = 128
@@ -25,6 +33,9 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
             response = await handler(request)
         except GatewayError as error:
             response = error_response(error)
+        except web.HTTPException as error:  # aiohttp's own, for targets that are no path
+            kind = UnknownRoute if error.status == 404 else InvalidRequest
+            response = error_response(kind(f"cannot serve this request: {error.reason}"))
         except ConnectionError:
             raise  # the client is gone, nobody to tell
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this request only
