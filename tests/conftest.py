@@ -1,8 +1,13 @@
 """Fixtures shared by every package's tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Triton reads this once, when it is imported: without a GPU its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from services.sources import default_model_dir
 

@@ -1,0 +1,35 @@
+"""How kernels are launched: block sizes, and programmatic dependent launch (PDL) where the device has it.
+
+With PDL a kernel is scheduled while its predecessor still runs and waits inside (`gdc_wait`) until that one has
+finished and its writes are visible. So every kernel launched this way waits before its first read of another
+kernel's output and before its first write; only constants (weights) may be touched earlier.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PDL_CAPABILITY = (9, 0)  # Hopper
+_state = {"pdl": True}
+
+
+def use_pdl(enabled: bool) -> None:
+    """Turns programmatic dependent launch on or off for kernels launched (or captured) from now on."""
+    _state["pdl"] = enabled
+
+
+def pdl(tensor: Tensor) -> dict[str, Any]:
+    """Launch arguments of a kernel that has the constexpr `PDL`."""
+    if not (_state["pdl"] and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= _PDL_CAPABILITY):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def row_warps(block: int) -> int:
+    """Warps for one program that holds a row of `block` values: 8 values a thread, the width of one 16-byte load."""
+    return max(1, min(8, block // 256))

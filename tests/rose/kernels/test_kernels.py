@@ -1,0 +1,125 @@
+"""Every small kernel against torch, in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rose.kernels.activation import gelu, silu_mul
+from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
+from rose.kernels.norm import add_layer_norm, add_rms_norm
+from rose.kernels.qk_norm_rope import qk_norm_rope
+from rose.layers.rotary import Rotary, rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [384, 40])
+def test_add_rms_norm(hidden_size: int, dtype: torch.dtype) -> None:
+    x, residual = random(5, hidden_size, dtype=dtype), random(5, hidden_size, dtype=dtype)
+    weight, bias = random(hidden_size, dtype=dtype), random(hidden_size, dtype=dtype)
+    total = x.float() + residual.float() + bias.float()
+    normed = add_rms_norm(x, residual, weight, 1e-6, bias=bias)
+    close(residual, total, dtype)
+    close(normed, F.rms_norm(total, (hidden_size,), weight.float(), 1e-6), dtype)
+    close(add_rms_norm(x, None, weight, 1e-6), F.rms_norm(x.float(), (hidden_size,), weight.float(), 1e-6), dtype)
+
+
+def test_add_rms_norm_in_place_and_strided() -> None:
+    wide, weight = random(4, 96), random(64)
+    expected = F.rms_norm(wide[:, :64], (64,), weight, 1e-6)
+    close(add_rms_norm(wide[:, :64], None, weight, 1e-6, out=random(4, 64)), expected, torch.float32)
+    x = wide[:, :64].contiguous()
+    assert add_rms_norm(x, None, weight, 1e-6, out=x) is x
+    close(x, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [384, 40])
+def test_add_layer_norm(hidden_size: int, dtype: torch.dtype) -> None:
+    x, residual = random(5, hidden_size, dtype=dtype), random(5, hidden_size, dtype=dtype)
+    weight, bias, x_bias = (random(hidden_size, dtype=dtype) for _ in range(3))
+    parameters = ((hidden_size,), weight.float(), bias.float(), 1e-12)
+    total = x.float() + residual.float()
+    close(add_layer_norm(x, residual, weight, bias, 1e-12), F.layer_norm(total, *parameters), dtype)
+    expected = F.layer_norm(total + x_bias.float(), *parameters)
+    close(add_layer_norm(x, residual, weight, bias, 1e-12, x_bias=x_bias, out=residual), expected, dtype)
+    close(residual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * 1100, dtype=dtype)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    close(silu_mul(gate_up), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu(dtype: torch.dtype) -> None:
+    x, bias = random(3, 1100, dtype=dtype), random(1100, dtype=dtype)
+    close(gelu(x), F.gelu(x.float()), dtype)
+    expected = F.gelu(x.float() + bias.float())
+    close(gelu(x, bias, out=x), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("norm", [True, False])
+def test_qk_norm_rope(norm: bool, head_dim: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, num_tokens = 6, 3, 4  # 9 heads: the second program is not full
+    rotary = Rotary(head_dim, 16, 10_000.0).to(DEVICE)
+    positions = torch.tensor([0, 1, 0, 15], dtype=torch.int32, device=DEVICE)
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    weights = (random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)) if norm else (None, None)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    q, k, v = qkv.clone().split(sizes, dim=-1)
+    qk_norm_rope(
+        qkv, *weights, positions, rotary.cos, rotary.sin,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+    )  # fmt: skip
+    parts = qkv.split(sizes, dim=-1)
+    for actual, raw, weight in zip(parts, (q, k), weights, strict=False):
+        heads = raw.float().unflatten(-1, (-1, head_dim))
+        if weight is not None:
+            heads = F.rms_norm(heads, (head_dim,), weight.float(), 1e-6)
+        close(actual, rotate(heads, *rotary(positions.long())).flatten(1), dtype)
+    assert torch.equal(parts[2], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed(dtype: torch.dtype) -> None:
+    word, weight = random(11, 40, dtype=dtype), random(40, dtype=dtype)
+    ids = torch.tensor([3, 10, 0, 2**31 - 1, -5], dtype=torch.int32, device=DEVICE)
+    rows = word[ids.long().clamp(0, 10)]
+    assert torch.equal(embed(ids, word), rows)
+    x, normed = embed_rms_norm(ids, word, weight, 1e-6)
+    assert torch.equal(x, rows)
+    close(normed, F.rms_norm(rows.float(), (40,), weight.float(), 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_types", [True, False])
+def test_embed_layer_norm(with_types: bool, dtype: torch.dtype) -> None:
+    word, position, token_type = random(11, 40, dtype=dtype), random(9, 40, dtype=dtype), random(2, 40, dtype=dtype)
+    weight, bias = random(40, dtype=dtype), random(40, dtype=dtype)
+    ids, positions = (torch.tensor(v, dtype=torch.int32, device=DEVICE) for v in ([3, 10, 0], [0, 1, 6]))
+    types = torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE) if with_types else None
+    actual = embed_layer_norm(
+        ids, positions, types, word=word, position=position, token_type=token_type, weight=weight, bias=bias,
+        eps=1e-12, position_offset=2,
+    )  # fmt: skip
+    total = word[ids.long()].float() + position[positions.long() + 2].float()
+    total += token_type[types.long() if types is not None else 0].float()
+    close(actual, F.layer_norm(total, (40,), weight.float(), bias.float(), 1e-12), dtype)
