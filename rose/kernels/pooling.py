@@ -75,9 +75,10 @@ def _partial_sums_kernel(
         first = start + (tile - start // TOKENS - row) * TOKENS
         if (pooling == _MEAN) & (first < end):
             total = tl.zeros((BLOCK,), tl.float32)
-            for token in range(first, tl.minimum(first + TOKENS, end)):
-                at = hidden_ptr + token.to(tl.int64) * hidden_size + column
+            at = hidden_ptr + first.to(tl.int64) * hidden_size + column
+            for _ in range(first, tl.minimum(first + TOKENS, end)):
                 total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                at += hidden_size
             tl.store(partial_ptr + tile.to(tl.int64) * hidden_size + column, total, mask=mask)
 
 

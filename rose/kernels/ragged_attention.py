@@ -120,20 +120,24 @@ def _attend_kernel(
                 last = tl.minimum(first + BLOCK_M, length)
                 whole = tl.minimum(first, length) // BLOCK_N * BLOCK_N
             for begin in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
-                k = tl.load(k_at + begin.to(tl.int64) * k_stride)
-                v = tl.load(v_at + begin.to(tl.int64) * v_stride)
+                k = tl.load(k_at)
+                v = tl.load(v_at)
                 scores = tl.dot(q, k)
                 acc, row_max, row_sum = _softmax_block(
                     scores, acc, row_max, row_sum, v, begin + key, row, length, scale, False, CAUSAL
                 )
+                k_at += BLOCK_N * k_stride
+                v_at += BLOCK_N * v_stride
             for begin in tl.range(whole, last, BLOCK_N, num_stages=1):
                 present = begin + key < length
-                k = tl.load(k_at + begin.to(tl.int64) * k_stride, mask=present[None, :], other=0.0)
-                v = tl.load(v_at + begin.to(tl.int64) * v_stride, mask=present[:, None], other=0.0)
+                k = tl.load(k_at, mask=present[None, :], other=0.0)
+                v = tl.load(v_at, mask=present[:, None], other=0.0)
                 scores = tl.dot(q, k)
                 acc, row_max, row_sum = _softmax_block(
                     scores, acc, row_max, row_sum, v, begin + key, row, length, scale, True, CAUSAL
                 )
+                k_at += BLOCK_N * k_stride
+                v_at += BLOCK_N * v_stride
             tl.store(out_at, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -195,11 +199,12 @@ def _attend_rope_kernel(
                 last = tl.minimum(first + BLOCK_M, length)
             for begin in tl.range(0, last, BLOCK_N, num_stages=STAGES):
                 present = begin + key < length
-                v = tl.load(v_at + begin.to(tl.int64) * v_stride, mask=present[:, None], other=0.0)
+                v = tl.load(v_at, mask=present[:, None], other=0.0)
                 k_first, k_second = _turned(
-                    k_at + begin.to(tl.int64) * k_stride, present, begin + key,
-                    k_weight_ptr, cos_ptr, sin_ptr, eps, HALF, ELEMENT,
-                )  # fmt: skip
+                    k_at, present, begin + key, k_weight_ptr, cos_ptr, sin_ptr, eps, HALF, ELEMENT
+                )
+                k_at += BLOCK_N * k_stride
+                v_at += BLOCK_N * v_stride
                 scores = tl.dot(q_first, tl.trans(k_first))
                 scores = tl.dot(q_second, tl.trans(k_second), scores)
                 acc, row_max, row_sum = _softmax_block(

@@ -172,7 +172,9 @@ def skinny_gemm(
         "splitting K needs a workspace and goes with neither norm nor silu_mul"
     )
     if tiles.split_k > 1 and workspace is not None:
-        assert tiles.split_k * num_rows * num_columns <= len(workspace.partial), "the workspace is too small: enlarge it"
+        assert tiles.split_k * num_rows * num_columns <= len(workspace.partial), (
+            "the workspace is too small: enlarge it"
+        )
     out = x.new_empty(num_rows, num_columns) if out is None else out
     grid = (num_columns // tiles.block_n, triton.cdiv(num_rows, tiles.block_m), tiles.split_k)
     lines = triton.next_power_of_2(k // tiles.split_k * x.element_size() // _PREFETCH_BYTES)

@@ -81,7 +81,12 @@ def test_pool_rows(long: bool, int8: str) -> None:
 
 
 def test_failed_rows_are_zero() -> None:
-    kinds = [("mean", "float32", -1, 1), ("last_token", "int8", -1, 0), ("cls", "binary", -1, 0), ("mean", "int8", 8, 0)]
+    kinds = [
+        ("mean", "float32", -1, 1),
+        ("last_token", "int8", -1, 0),
+        ("cls", "binary", -1, 0),
+        ("mean", "int8", 8, 0),
+    ]
     hidden = torch.randn(12, HIDDEN, device=DEVICE)
     hidden[4, 3] = float("inf")
     hidden[10, 40] = float("nan")  # beyond the cut of its row: fails all the same

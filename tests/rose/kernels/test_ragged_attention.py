@@ -10,6 +10,7 @@ from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
 from rose.layers.rotary import Rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
 TILES = Tiles(16, 16, 4, 2)
 CASES = [[1], [40], [16, 1, 33], [3, 0, 20, 0], [5, 5, 5, 5, 12]]
 
@@ -27,7 +28,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool)
 
 
 def packed(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    return torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(torch.bfloat16)
+    return torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(DTYPE)
 
 
 def split(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
@@ -47,7 +48,7 @@ def test_ragged_attention(head_dim: int, lengths: list[int], causal: bool) -> No
     qkv = packed(num_tokens, 2, 1, head_dim)
     qkv[sum(lengths) :] = float("nan")  # what stands behind the sequences must not matter
     q, k, v = split(qkv, 2, 1, head_dim)
-    out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    out = torch.full(q.shape, float("nan"), dtype=DTYPE, device=DEVICE)
     ragged_attention(q, k, v, offsets(lengths), scale=head_dim**-0.5, causal=causal, tiles=TILES, out=out)
     torch.testing.assert_close(out.float().cpu(), reference(q, k, v, lengths, causal), atol=2e-2, rtol=2e-2)
 
