@@ -17,7 +17,7 @@ from ipc.types import ModelFacts
 from rose.attention.interface import Sequences
 
 MODEL_DEFAULT = -1
-MIN_PART_TOKENS = 32  # what is worth a thread of its own
+MIN_PART_TOKENS = 64  # what is worth a thread of its own: below it reading the weights is the work, so share that
 
 Int32s = NDArray[np.int32]
 

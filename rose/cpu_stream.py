@@ -33,7 +33,8 @@ class CpuStream:
             worker.start()
 
     def launch(self, parts: list[Part]) -> CpuLazyTensor:
-        """Queues a step's parts and returns at once."""
+        """Queues a step's parts and returns at once. A step without parts is done when its turn comes."""
+        parts = parts or [(_nothing, 1)]
         lazy = CpuLazyTensor(self._event_fds, len(parts))
         with self._changed:
             self._queue.extend((work, cores, lazy) for work, cores in parts)
@@ -55,12 +56,14 @@ class CpuStream:
         self._event_fds.close()
 
     def _work(self) -> None:
+        num_threads = 0  # torch keeps it per calling thread, but tells only what was last set by any
         while (taken := self._take()) is not None:
             work, cores, lazy = taken
             error: BaseException | None = None
             try:
-                if torch.get_num_threads() != cores:
-                    torch.set_num_threads(cores)  # of this thread alone
+                if num_threads != cores:
+                    torch.set_num_threads(cores)
+                    num_threads = cores
                 with torch.inference_mode():
                     work()
             except BaseException as caught:  # noqa: BLE001 - raised again by LazyTensor.ready, on the loop's thread
@@ -81,3 +84,7 @@ class CpuStream:
             taken = self._queue.popleft()
             self._free_cores -= taken[1]
             return taken
+
+
+def _nothing() -> None:
+    pass

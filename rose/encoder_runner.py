@@ -19,12 +19,11 @@ from rose.config import RankConfig
 from rose.cpu_stream import CpuStream
 from rose.device import launch_on_cuda, pin, resolve_device, resolve_dtype, unpin
 from rose.encoder import Encoder, load_encoder
-from rose.models.config import ModelConfig, ModelError, read_config
-from rose.models.task import EmbedTask, ScoreTask, read_task, trained_max_len
+from rose.encoder_facts import encoder_facts
+from rose.models.config import read_config
+from rose.models.task import read_task
 from rose.runner import LazyTensor
 
-CPU_BATCHED_TOKENS = 1024  # 97 % of the peak rate of a small model is reached below this
-CUDA_BATCHED_TOKENS = 16384
 CPU_WARM_UP_TOKENS = 2048  # a CPU has no memory to reserve: larger shapes need no trial
 
 
@@ -33,13 +32,21 @@ class EncoderRunner:
 
     def __init__(self, name: str, directory: Path, config: RankConfig) -> None:
         self._directory = directory
-        self._config = config
         self._model_config = read_config(directory)
         self._task = read_task(directory, self._model_config, config.task)
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
-        self.facts = _facts(name, self._model_config, self._task, config, self._device, self._dtype, directory)
         self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        self.facts = encoder_facts(
+            name=name,
+            directory=directory,
+            model=self._model_config,
+            task=self._task,
+            config=config,
+            device=self._device,
+            dtype=str(self._dtype).removeprefix("torch."),
+            num_threads=self._num_threads,
+        )
         self._encoder: Encoder | None = None
         self._stream: CpuStream | None = None
         self._pinned: StepRing | None = None
@@ -113,41 +120,3 @@ class EncoderRunner:
         lazy = self.step(plan, arrays)
         self.drain()
         lazy.ready()
-
-
-def _facts(
-    name: str,
-    model: ModelConfig,
-    task: EmbedTask | ScoreTask,
-    config: RankConfig,
-    device: str,
-    dtype: torch.dtype,
-    directory: Path,
-) -> ModelFacts:
-    longest = model.max_model_len
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ModelError(f"max_model_len {config.max_model_len} is over the {longest} positions of {directory}")
-    max_model_len = config.max_model_len or min(longest, trained_max_len(directory) or longest)
-    default_tokens = CPU_BATCHED_TOKENS if device == "cpu" else CUDA_BATCHED_TOKENS
-    max_num_batched_tokens = config.max_num_batched_tokens or max(default_tokens, max_model_len)
-    if max_num_batched_tokens < max_model_len:
-        raise ModelError(
-            f"max_num_batched_tokens {max_num_batched_tokens} is below max_model_len {max_model_len}: "
-            "a sequence of full length would never fit a step"
-        )
-    embeds = isinstance(task, EmbedTask)
-    return ModelFacts(
-        name=name,
-        architecture=model.architecture or model.model_type,
-        task="embed" if embeds else "score",
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        dimension=task.dimension if isinstance(task, EmbedTask) else task.num_labels,
-        max_num_seqs=config.max_num_seqs or min(256, max_num_batched_tokens),
-        max_num_batched_tokens=max_num_batched_tokens,
-        dtype=str(dtype).removeprefix("torch."),
-        pooling=task.pooling if isinstance(task, EmbedTask) else "cls",
-        normalize=task.normalize if isinstance(task, EmbedTask) else False,
-        device=device,
-        num_steps_in_flight=config.num_steps_in_flight,
-    )

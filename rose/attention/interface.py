@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
 
 class Attend(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim], contiguous."""
+        """q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
 
 
 class AttentionBackend(Protocol):

@@ -22,4 +22,4 @@ class Attention(nn.Module):
             k.view(-1, shape.num_kv_heads, shape.head_dim),
             v.view(-1, shape.num_kv_heads, shape.head_dim),
             shape,
-        ).view(-1, shape.num_heads * shape.head_dim)
+        ).reshape(-1, shape.num_heads * shape.head_dim)

@@ -31,6 +31,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     type_vocab_size: int = 0
     position_offset: int = 0  # index of the first position's embedding
     causal: bool = False
+    gated: bool = False  # the feed-forward half has a gate
     rope_theta: float = 10000.0
     attention_bias: bool = True
     tie_word_embeddings: bool = False
@@ -98,6 +99,7 @@ def _qwen3(raw: dict[str, Any]) -> ModelConfig:
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         norm_eps=raw["rms_norm_eps"],
         causal=not bidirectional and raw.get("is_causal", True),
+        gated=True,
         rope_theta=rope.get("rope_theta") or raw["rope_theta"],
         attention_bias=raw.get("attention_bias", False),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -108,5 +110,5 @@ def _common(raw: dict[str, Any]) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {name: raw[name] for name in (*names, "max_position_embeddings", "hidden_act", "model_type")} | {
         "architecture": (raw.get("architectures") or [""])[0],
-        "num_labels": raw.get("num_labels") or len(raw.get("id2label") or (0,)),
+        "num_labels": raw.get("num_labels") or len(raw.get("id2label") or (0, 1)),  # two is transformers' default,
     }

@@ -119,6 +119,8 @@ def _embed_task(directory: Path, config: ModelConfig, modules: list[tuple[str, P
 
 def _pooling(path: Path) -> Pooling:
     raw = read_json(path)
+    if not raw.get("include_prompt", True):
+        raise ModelError(f"{path}: pooling without the prompt (include_prompt) is not supported")
     mode = raw.get("pooling_mode") or [name for key, name in _LEGACY_POOLING.items() if raw.get(key)] or "mean"
     if isinstance(mode, list):
         mode = mode[0] if len(mode) == 1 else "+".join(mode)
