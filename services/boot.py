@@ -52,8 +52,8 @@ def run_program(program: Program, run_dir: Path, body: Callable[[RunConfig, Log]
         guard.refuse(str(error))
         log("cannot_boot", level="error", message=str(error))
         return EXIT_CANNOT_BOOT
-    except Exception as error:  # the process's outermost frame: whatever it was, say it and end
-        log.exception("crashed", error)
+    except Exception as error:  # noqa: BLE001 - the process's outermost frame: whatever it was, say it and end
+        log.failure("crashed", error)
         return EXIT_CRASHED
     if code == EXIT_ORDERED:
         guard.forgive()

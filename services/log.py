@@ -52,7 +52,7 @@ class Log:
             line = _encode({**head, "truncated": True})[:MAX_LINE_BYTES]
         self._write(line)
 
-    def exception(self, event: str, error: BaseException) -> None:
+    def failure(self, event: str, error: BaseException) -> None:
         """An exception as one line: its type, its text and the calls that led there, without their values."""
         frames = traceback.extract_tb(error.__traceback__)[-12:]
         calls = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
@@ -79,7 +79,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            self._log.exception(record.name, error)
+            self._log.failure(record.name, error)
         else:
             self._log(record.name, level=record.levelname.lower(), message=record.getMessage())
 

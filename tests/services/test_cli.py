@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,10 @@ def test_without_a_stack(
     assert text in captured.out + captured.err
 
 
-def test_a_twin_is_refused_before_anything_is_touched(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_twin_is_refused_before_anything_is_touched(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.take_lock", partial(take_lock, wait_s=0.0))
     run_dir = config.parent / "run"
     lock = take_lock(run_dir)
     (run_dir / "replicas.json").write_text("kept")

@@ -140,7 +140,7 @@ def test_an_exception_shows_calls_not_values(log: Log, pipe: Pipe) -> None:
     try:
         fail(SECRET)
     except RuntimeError as error:
-        log.exception("crashed", error)
+        log.failure("crashed", error)
     (line,) = pipe.lines()
     assert line["error"] == "RuntimeError: bad row 3"
     assert line["calls"][-1].endswith("fail")

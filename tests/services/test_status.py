@@ -66,24 +66,9 @@ def test_the_table(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> No
     assert ["gateways:gateway-0", "RUNNING", "11", "1:02:05", "0"] in rows
     assert ["m-0:scheduler", "BACKOFF", "(cannot", "boot)", "-", "0:00:00", "2"] in rows
     assert ["m-0:rank-0", "MISSING", "-", "-", "0"] in rows
-    assert [
-        "m/0",
-        "ready",
-        "2",
-        "30",
-        "1.5",
-        "s",
-        "ago",
-        "BertModel,",
-        "embed,",
-        "384",
-        "×",
-        "float32,",
-        "256",
-        "tokens,",
-        "cpu",
-    ] in rows
-    assert ["n/0", "silent", "-", "-", "-", "-"] in rows
+    text = [" ".join(row) for row in rows]
+    assert "m/0 ready 2 30 1.5 s ago BertModel, embed, 384 × float32, 256 tokens, cpu" in text
+    assert "n/0 silent - - - -" in text
     assert said[0].endswith("http://127.0.0.1:1  NOT READY: n: no replica is ready")
 
 
