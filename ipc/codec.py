@@ -1,9 +1,6 @@
-"""One encoder, and one typed decoder per link. A decoder takes no type that its link does not speak.
+"""One encoder, and one typed decoder per link. A decoder takes no type that its link does not speak."""
 
-A message is one msgpack frame, for some followed by one raw frame; `payload` says which, and how long it is.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -51,27 +48,3 @@ MEMBERSHIP: Decoder[Membership] = Decoder(Membership)
 def encode(message: Struct) -> bytes:
     """`message` as msgpack. Raises OverflowError for an int beyond 64 bits."""
     return _encoder.encode(message)
-
-
-def payload_bytes(message: Struct) -> int | None:
-    """Size in bytes of the raw frame behind `message`; None where none belongs there."""
-    match message:
-        case Submit():
-            return 4 * sum(message.lengths)
-        case Result():
-            return message.num_rows * message.row_bytes
-        case _:
-            return None
-
-
-def payload(message: Struct, frames: Sequence[bytes]) -> bytes:
-    """The raw frame of `message`, b"" for one that has none; `frames` begins with its header frame.
-
-    Raises DecodeError when there are too few or too many frames, or one of another size than the header says.
-    """
-    num_bytes = payload_bytes(message)
-    expected = [] if num_bytes is None else [num_bytes]
-    if [len(frame) for frame in frames[1:]] != expected:
-        found = [len(frame) for frame in frames[1:]]
-        raise DecodeError(f"{type(message).__name__} with raw frames of {found} bytes, expected {expected}")
-    return frames[1] if expected else b""

@@ -13,6 +13,7 @@ from ipc.types import Count, Id, ModelFacts
 
 # --- columns of `rows` in an encode step; one line per sequence -------------------------------------------
 ROW_TYPE_START, ROW_POOLING, ROW_DTYPE, ROW_DIMENSIONS, ROW_NORMALIZE, ROW_OUTPUT_OFFSET = range(6)
+ROW_STATUS = 6  # a rank's own: what the row failed with before the launch
 POOLING_CODES = {"cls": 0, "mean": 1, "last_token": 2}
 DTYPE_CODES = {"float32": 0, "int8": 1, "binary": 2}
 

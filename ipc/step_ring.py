@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -74,16 +75,19 @@ class RingLayout(Struct, frozen=True):
 def encode_layout(facts: ModelFacts) -> RingLayout:
     """Slots of an encoder. T = max_num_batched_tokens, N = max_num_seqs, D = dimension.
 
-    inputs:  input_ids int32 [T] packed · cu_seqlens int32 [N+1] · rows int32 [N, 8] (columns: ipc.step)
+    inputs:  rows int32 [N, 8] (columns: ipc.step) · cu_seqlens int32 [N+1] · input_ids int32 [T] packed
     outputs: status int32 [N] · values uint8 [N·D·4], each row at its `ROW_OUTPUT_OFFSET`
+
+    What is longest comes last, so that a rank copies the used part of either region in one piece. A rank may write
+    offsets of empty sequences behind the last one, and ROW_STATUS.
     """
     n, t = facts.max_num_seqs, facts.max_num_batched_tokens
     return RingLayout(
         num_slots=facts.num_steps_in_flight + 2,
         inputs=(
-            ArrayField("input_ids", "int32", (t,)),
-            ArrayField("cu_seqlens", "int32", (n + 1,)),
             ArrayField("rows", "int32", (n, 8)),
+            ArrayField("cu_seqlens", "int32", (n + 1,)),
+            ArrayField("input_ids", "int32", (t,)),
         ),
         outputs=(
             ArrayField("status", "int32", (n,)),
@@ -226,11 +230,24 @@ def local_slots(layout: RingLayout) -> list[Arrays]:
     return [_views(np.zeros(num_bytes, np.uint8), layout) for _ in range(layout.num_slots)]
 
 
+def field_offsets(fields: tuple[ArrayField, ...]) -> tuple[list[int], int]:
+    """Where in its region each of `fields` begins, and the region's size; bytes."""
+    offsets = list(accumulate((_aligned(field.num_bytes) for field in fields), initial=0))
+    return offsets[:-1], offsets[-1]
+
+
 def _views(memory: NDArray[np.uint8], layout: RingLayout) -> dict[str, NDArray[np.generic]]:
-    arrays, offset = {}, 0
-    for field in layout.inputs + layout.outputs:
-        arrays[field.name] = memory[offset : offset + field.num_bytes].view(np.dtype(field.dtype)).reshape(field.shape)
-        offset += _aligned(field.num_bytes)
+    """Every field by name, and both regions whole: `inputs` and `outputs`, uint8."""
+    arrays: dict[str, NDArray[np.generic]] = {}
+    begin = 0
+    for name, fields in (("inputs", layout.inputs), ("outputs", layout.outputs)):
+        offsets, num_bytes = field_offsets(fields)
+        region = memory[begin : begin + num_bytes]
+        arrays[name] = region
+        for field, offset in zip(fields, offsets, strict=True):
+            flat = region[offset : offset + field.num_bytes].view(np.dtype(field.dtype))
+            arrays[field.name] = flat.reshape(field.shape)
+        begin += num_bytes
     return arrays
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from ipc import codec
-from ipc.codec import FROM_RANK, MEMBERSHIP, TO_GATEWAY, TO_RANK, TO_SCHEDULER, DecodeError, Decoder, encode, payload
+from ipc.codec import FROM_RANK, MEMBERSHIP, TO_GATEWAY, TO_RANK, TO_SCHEDULER, DecodeError, Decoder, encode
 from ipc.control import Hello
 from ipc.step import StepPlan
-from ipc.submit import Abort, Result, Submit, TokenChunk
-from ipc.types import SamplingParams, Timings
+from ipc.submit import Abort, Submit
+from ipc.types import SamplingParams
 
 LINKS: dict[str, tuple[Decoder[Any], types.UnionType]] = {
     "to_scheduler": (TO_SCHEDULER, codec.ToScheduler),
@@ -174,20 +174,3 @@ def test_a_field_of_a_later_version_is_skipped() -> None:
 def test_an_integer_beyond_64_bits_cannot_be_sent() -> None:
     with pytest.raises(OverflowError):
         encode(Abort(gateway=2**70, scheduler=1, chunk_id=1))
-
-
-def test_raw_frames_are_as_many_and_as_long_as_the_header_says() -> None:
-    result = Result(gateway=1, chunk_id=2, num_rows=3, row_bytes=8, timings=Timings(0, 0))
-    assert payload(SUBMIT, [b"header", b"\0" * 20]) == b"\0" * 20
-    assert payload(result, [b"header", b"\0" * 24]) == b"\0" * 24
-    assert payload(TokenChunk(1, []), [b"header"]) == b""
-    faults: list[tuple[msgspec.Struct, list[bytes]]] = [
-        (SUBMIT, [b"header"]),
-        (SUBMIT, [b"header", b"\0" * 19]),
-        (SUBMIT, [b"header", b"\0" * 20, b""]),
-        (result, [b"header", b"\0" * 20]),
-        (TokenChunk(1, []), [b"header", b""]),
-    ]
-    for message, frames in faults:
-        with pytest.raises(DecodeError, match="raw frames"):
-            payload(message, frames)
