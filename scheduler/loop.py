@@ -199,7 +199,7 @@ class Scheduler:
         """Takes nothing more, finishes what is here within drain_timeout_ms, rejects the rest."""
         self.draining = True
         self._announce()
-        if self.stats.pending_requests and self.ranks.is_ready:
+        if self.stats.pending_requests and (self.ranks.is_ready or self.stats.steps_in_flight):
             try:
                 await asyncio.wait_for(self.done.wait(), self.config.drain_timeout_ms / 1000)
             except TimeoutError:

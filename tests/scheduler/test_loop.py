@@ -527,9 +527,10 @@ async def test_a_stop_does_not_wait_for_ranks_that_stop_too() -> None:
     async with stack() as made:
         process = made.rank(latency_ms=300)
         stop, task, gateway = await _serving(made)
+        await gateway.embed(99, [[1]])  # and the first canary is over, too
         for chunk in range(6):
             await gateway.submit(chunk, [[chunk + 1] * 500] * 8)  # a step each
-        await gateway.until(lambda: gateway.statuses[-1].num_requests == 6)
+        await gateway.until(lambda: gateway.statuses[-1].num_requests >= 4)
         stop.set()
         process.terminate()
         codes = []
@@ -537,8 +538,9 @@ async def test_a_stop_does_not_wait_for_ranks_that_stop_too() -> None:
             message, _ = await gateway.outcome(chunk, seconds=5)
             codes.append(message.code if isinstance(message, Rejected) else "ok")
         await task
-        assert codes[:2] == ["ok", "ok"]  # what was in flight was finished
-        assert set(codes[2:]) == {"draining"}
+        finished = codes.count("ok")
+        assert 1 <= finished <= 5  # what was in flight was finished, what waited goes elsewhere
+        assert codes == ["ok"] * finished + ["draining"] * (6 - finished)
 
 
 async def test_nothing_is_left_behind(tmp_path: Path) -> None:
