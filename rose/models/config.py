@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from rose.layers.activation import ACTIVATIONS
+
 POSITION_RESERVE = {"xlm-roberta": 1, "roberta": 1}  # position embeddings start at pad_token_id + 1
 
 
@@ -92,6 +94,8 @@ def _qwen3(raw: dict[str, Any]) -> ModelConfig:
         raise ModelError(f"rope scaling {rope} is not supported, only the default rotary embedding is")
     if raw.get("use_sliding_window"):
         raise ModelError("use_sliding_window is not supported: use a model with full attention")
+    if raw["hidden_act"] != "silu":
+        raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
     bidirectional = raw["model_type"].startswith("bidirectional") or raw.get("use_bidirectional_attention")
     return ModelConfig(
         **_common(raw),
@@ -108,6 +112,8 @@ def _qwen3(raw: dict[str, Any]) -> ModelConfig:
 
 def _common(raw: dict[str, Any]) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if raw["hidden_act"] not in ACTIVATIONS:
+        raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
     return {name: raw[name] for name in (*names, "max_position_embeddings", "hidden_act", "model_type")} | {
         "architecture": (raw.get("architectures") or [""])[0],
         "num_labels": raw.get("num_labels") or len(raw.get("id2label") or (0, 1)),  # two is transformers' default,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.step import ROW_DIMENSIONS, ROW_DTYPE, ROW_NORMALIZE, ROW_POOLING, ROW_TYPE_START, StepPlan
+from ipc.step import ROW_DIMENSIONS, ROW_DTYPE, ROW_NORMALIZE, ROW_OUTPUT_OFFSET, ROW_POOLING, ROW_TYPE_START, StepPlan
 from ipc.step_ring import Arrays, encode_layout, local_slots
 from rose.batch import write_plain_rows
 from rose.config import RankConfig
@@ -20,6 +20,7 @@ COLUMNS = {
     "dtype": ROW_DTYPE,
     "dimensions": ROW_DIMENSIONS,
     "normalize": ROW_NORMALIZE,
+    "offsets": ROW_OUTPUT_OFFSET,
 }
 
 

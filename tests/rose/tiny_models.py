@@ -61,4 +61,8 @@ def add_modules(directory: Path, *kinds: str, pooling: dict[str, Any] | None = N
         (directory / module["path"]).mkdir(exist_ok=True)
     if "Pooling" in kinds:
         folder = directory / f"{kinds.index('Pooling')}_Pooling"
-        (folder / "config.json").write_text(json.dumps(pooling or {"pooling_mode_mean_tokens": True}))
+        (folder / "config.json").write_text(
+            json.dumps(
+                {"word_embedding_dimension": SIZES["hidden_size"]} | (pooling or {"pooling_mode_mean_tokens": True})
+            )
+        )

@@ -1,0 +1,166 @@
+"""Work that is really asynchronous on a CPU: order, overlap, errors, wake-ups."""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from rose.cpu_stream import CpuStream
+from rose.runner import LazyTensor, OutOfMemory
+from tests.rose.driving import Driver, ragged_ids
+from tests.rose.tiny_models import bert_config, save
+
+
+@pytest.fixture
+def stream() -> Iterator[CpuStream]:
+    stream = CpuStream(2)
+    yield stream
+    stream.close()
+
+
+def wait(lazy: LazyTensor) -> None:
+    """Sleeps on the descriptor, as the main loop does."""
+    readable, _, _ = select.select([lazy.fileno()], [], [], 10)
+    assert readable, "nobody signalled"
+    assert lazy.ready()
+
+
+def test_launch_returns_before_the_work_is_done(stream: CpuStream) -> None:
+    gate = threading.Event()
+    lazy = stream.launch([(lambda: gate.wait(10) and None, 1)])
+    assert not lazy.ready()
+    assert select.select([lazy.fileno()], [], [], 0.05)[0] == []
+    gate.set()
+    wait(lazy)
+    assert lazy.ready()  # may be asked again
+    assert lazy.fileno() == -1
+
+
+def test_two_steps_are_in_flight_at_once(stream: CpuStream) -> None:
+    """Each waits for the other to have begun: one after the other would never end."""
+    both = threading.Barrier(2, timeout=10)
+    steps = [stream.launch([(lambda: both.wait() and None, 1)]) for _ in range(2)]
+    for lazy in steps:
+        wait(lazy)
+
+
+def test_parts_begin_in_order_and_wide_ones_have_the_cores_to_themselves(stream: CpuStream) -> None:
+    begun: list[str] = []
+    running = 0
+    most = 0
+    lock = threading.Lock()
+
+    def work(name: str) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal running, most
+            with lock:
+                begun.append(name)
+                running += 1
+                most = max(most, running)
+            if name.startswith("wide"):
+                time.sleep(0.02)
+                assert running == 1
+            with lock:
+                running -= 1
+
+        return run
+
+    steps = [stream.launch([(work(f"wide {i}"), 2)]) for i in range(3)]
+    steps += [stream.launch([(work(f"step {i}"), 1)]) for i in range(5)]
+    stream.drain()
+    assert all(lazy.ready() for lazy in steps)
+    assert begun[:3] == ["wide 0", "wide 1", "wide 2"]
+    assert sorted(begun[3:]) == begun[3:] or most == 2
+
+
+def test_a_step_is_ready_when_its_last_part_is(stream: CpuStream) -> None:
+    gate = threading.Event()
+    lazy = stream.launch([(lambda: None, 1), (lambda: gate.wait(10) and None, 1)])
+    time.sleep(0.02)
+    assert not lazy.ready()
+    gate.set()
+    wait(lazy)
+
+
+def test_errors_are_raised_where_the_result_is_asked_for(stream: CpuStream) -> None:
+    def fail(error: Exception) -> Callable[[], None]:
+        def run() -> None:
+            raise error
+
+        return run
+
+    broken = stream.launch([(fail(ValueError("broken")), 1), (lambda: None, 1)])
+    full = stream.launch([(fail(RuntimeError("DefaultCPUAllocator: not enough memory: you tried …")), 1)])
+    fine = stream.launch([(lambda: None, 1)])
+    stream.drain()
+    with pytest.raises(ValueError, match="broken"):
+        broken.ready()
+    with pytest.raises(OutOfMemory):
+        full.ready()
+    assert fine.ready()
+
+
+def test_an_idle_step_is_done_in_its_turn(stream: CpuStream) -> None:
+    wait(stream.launch([]))
+
+
+def test_each_part_has_its_number_of_threads(stream: CpuStream) -> None:
+    """Measured as CPU time of the process over that of the calling thread."""
+    x = torch.randn(500, 500)
+    ratios: dict[int, float] = {}
+
+    def multiply(threads: int) -> Callable[[], None]:
+        def run() -> None:
+            torch.mm(x, x)
+            process, thread = time.process_time(), time.thread_time()
+            for _ in range(12):
+                torch.mm(x, x)
+            ratios[threads] = (time.process_time() - process) / (time.thread_time() - thread)
+
+        return run
+
+    for threads in (1, 2, 1, 2):
+        wait(stream.launch([(multiply(threads), threads)]))
+    assert ratios[1] < 1.3
+    assert ratios[2] > 1.5
+
+
+def test_descriptors_are_used_again(stream: CpuStream) -> None:
+    wait(stream.launch([]))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        wait(stream.launch([]))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_left_after_close() -> None:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    stream = CpuStream(3)
+    wait(stream.launch([]))
+    stream.close()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+
+
+def test_runner_has_two_steps_in_flight(tmp_path: Path) -> None:
+    """The second is launched before the first is done; both slots are right, in whatever order they are asked."""
+    save(hf.BertModel, bert_config(), tmp_path)
+    driver = Driver(tmp_path, num_threads=2)
+    batches = [ragged_ids(128, (60,) * 12, seed=1), ragged_ids(128, (5, 64, 1), seed=2)]
+    expected = [driver.vectors(batch) for batch in batches]
+    blocker = threading.Event()
+    held = driver.runner._stream.launch([(lambda: blocker.wait(10) and None, 2)])  # type: ignore[union-attr]
+    steps = [driver.launch(batch, slot=slot) for slot, batch in enumerate(batches)]
+    assert not any(lazy.ready() for lazy, _ in steps)
+    blocker.set()
+    for (lazy, arrays), batch, rows in reversed(list(zip(steps, batches, expected, strict=True))):
+        wait(lazy)
+        np.testing.assert_allclose(driver.read(arrays, len(batch)), rows, atol=1e-6)
+    assert held.ready()
+    driver.close()

@@ -1,0 +1,167 @@
+"""What a model directory's files say, and what is refused with which words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+
+from rose.config import RankConfig
+from rose.encoder_runner import EncoderRunner
+from rose.models.config import ModelError, read_config
+from rose.models.task import EmbedTask, ScoreTask, read_task
+from tests.rose.driving import Driver
+from tests.rose.tiny_models import add_modules, bert_config, qwen3_config, save
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def config_only(directory: Path, config: Any, architecture: str) -> Path:
+    """A directory with config.json and no weights: facts and task need none."""
+    write(directory / "config.json", config.to_dict() | {"architectures": [architecture]})
+    return directory
+
+
+def task_of(directory: Path, override: Any = "auto") -> EmbedTask | ScoreTask:
+    return read_task(directory, read_config(directory), override)
+
+
+def test_plain_transformer_is_mean_pooled_and_not_normalised(tmp_path: Path) -> None:
+    task = task_of(config_only(tmp_path, bert_config(), "BertModel"))
+    assert isinstance(task, EmbedTask)
+    assert (task.pooling, task.normalize, task.dense, task.dimension) == ("mean", False, (), 48)
+
+
+@pytest.mark.parametrize(
+    ("raw", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_lasttoken": True}, "last_token"),
+        ({"pooling_mode": "lasttoken"}, "last_token"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+        ({"word_embedding_dimension": 48}, "mean"),
+    ],
+)
+def test_pooling_files_old_and_new(tmp_path: Path, raw: dict[str, Any], pooling: str) -> None:
+    config_only(tmp_path, bert_config(), "BertModel")
+    add_modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling=raw)
+    task = task_of(tmp_path)
+    assert isinstance(task, EmbedTask)
+    assert (task.pooling, task.normalize) == (pooling, True)
+
+
+def test_dense_layers_equal_sentence_transformers(tmp_path: Path) -> None:
+    save(hf.BertModel, bert_config(), tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]))
+    hf.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    add_modules(tmp_path, "Transformer", "Pooling", "Dense", "Dense", "Normalize", pooling={"pooling_mode": "cls"})
+    torch.manual_seed(1)
+    for folder, (rows, columns, act) in {"2_Dense": (32, 48, "Tanh"), "3_Dense": (20, 32, "Identity")}.items():
+        module = "linear" if act == "Identity" else "activation"
+        raw = {"in_features": columns, "out_features": rows, "bias": act == "Tanh"}
+        write(tmp_path / folder / "config.json", raw | {"activation_function": f"torch.nn.modules.{module}.{act}"})
+        weights = {"linear.weight": torch.randn(rows, columns)}
+        if act == "Tanh":
+            weights["linear.bias"] = torch.randn(rows)
+        save_file(weights, tmp_path / folder / "model.safetensors")
+    driver = Driver(tmp_path)
+    assert driver.facts.dimension == 20
+    reference = SentenceTransformer(str(tmp_path), device="cpu")
+    texts = ["a b c", "h", "g f e d c b a"]
+    ids = [reference.tokenizer(text)["input_ids"] for text in texts]
+    np.testing.assert_allclose(driver.vectors(ids), reference.encode(texts), atol=1e-5)
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "act"),
+    [
+        ({}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity"),
+        ({"id2label": {"0": "no", "1": "yes"}}, "identity"),
+    ],
+)
+def test_score_activation_is_sentence_transformers_rule(tmp_path: Path, extra: dict[str, Any], act: str) -> None:
+    raw = bert_config(num_labels=1).to_dict() | {"architectures": ["BertForSequenceClassification"]} | extra
+    write(tmp_path / "config.json", raw)
+    task = task_of(tmp_path)
+    assert isinstance(task, ScoreTask)
+    assert (task.kind, task.act) == ("classify", act)
+
+
+def test_two_labels_when_the_file_does_not_say(tmp_path: Path) -> None:
+    raw = bert_config().to_dict() | {"architectures": ["BertForSequenceClassification"]}
+    raw.pop("id2label", None)
+    write(tmp_path / "config.json", raw)
+    task = task_of(tmp_path)
+    assert isinstance(task, ScoreTask)
+    assert task.num_labels == 2
+
+
+def test_logit_score_module_names_the_answers(tmp_path: Path) -> None:
+    config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    add_modules(tmp_path, "Transformer", "LogitScore")
+    write(tmp_path / "1_LogitScore" / "config.json", {"true_token_id": 9, "false_token_id": 4})
+    assert task_of(tmp_path) == ScoreTask("yes_no", "sigmoid", 1, 9, 4)
+
+
+def test_causal_model_without_a_marker_asks_for_the_task(tmp_path: Path) -> None:
+    config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    with pytest.raises(ModelError, match='task = "embed"'):
+        task_of(tmp_path)
+    assert isinstance(task_of(tmp_path, "embed"), EmbedTask)
+    write(tmp_path / "tokenizer.json", {"model": {"vocab": {"yes": 3}}})
+    with pytest.raises(ModelError, match='lacks "yes" or "no"'):
+        task_of(tmp_path, "score")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type must be"),
+        ({"hidden_act": "squareplus"}, "hidden_act 'squareplus' is not supported"),
+    ],
+)
+def test_unsupported_models_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    write(tmp_path / "config.json", bert_config().to_dict() | {"architectures": ["BertModel"]} | change)
+    with pytest.raises(ModelError, match=words):
+        task_of(tmp_path)
+
+
+def test_rope_scaling_and_max_pooling_are_refused(tmp_path: Path) -> None:
+    raw = qwen3_config().to_dict() | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    write(tmp_path / "config.json", raw)
+    with pytest.raises(ModelError, match="rope scaling"):
+        task_of(tmp_path)
+    config_only(tmp_path, bert_config(), "BertModel")
+    add_modules(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode_max_tokens": True})
+    with pytest.raises(ModelError, match="pooling 'max' is not supported"):
+        task_of(tmp_path)
+
+
+def test_limits_come_from_the_authors_and_the_settings(tmp_path: Path) -> None:
+    config_only(tmp_path, bert_config(), "BertModel")
+
+    def max_model_len(**settings: int) -> int:
+        return EncoderRunner("tiny", tmp_path, RankConfig(device="cpu", **settings)).facts.max_model_len
+
+    assert max_model_len() == 64
+    write(tmp_path / "tokenizer_config.json", {"model_max_length": 1e30})
+    assert max_model_len() == 64
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 40})
+    assert max_model_len() == 40
+    assert max_model_len(max_model_len=50) == 50  # the positions allow it
+    with pytest.raises(ModelError, match="max_model_len 65 is over the 64 positions"):
+        max_model_len(max_model_len=65)
+    with pytest.raises(ModelError, match="max_num_batched_tokens 30 is below max_model_len 40"):
+        max_model_len(max_num_batched_tokens=30)
