@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from services.config import ServiceConfig
 
 MAX_REPLICAS = 64
+DEVICES = ("auto", "cpu", "cuda")
 _DAY_MS = 86_400_000
 _BIG = 2**31 - 1
 
@@ -89,6 +90,8 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
         first = seen.setdefault(slug(model.name).lower(), index)
         if first != index:
             yield f"{key}.name: {model.name!r} is too like models[{first}].name ({config.models[first].name!r})"
+        if model.rank.device not in DEVICES:
+            yield f"{key}.rank.device: must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}, got {model.rank.device!r}"
         if model.tensor_parallel_size > 1:
             yield f"{key}.tensor_parallel_size: {model.tensor_parallel_size} is not supported yet; only 1 is"
 

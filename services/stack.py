@@ -9,6 +9,7 @@ Layout of a run directory (0700):
     logs/<program>.log                 kept when the stack stops
 """
 
+import errno
 import fcntl
 import os
 import select
@@ -106,10 +107,10 @@ def wait_for_port(host: str, port: int) -> None:
                 probe.bind((host, port))
                 return
             except OSError as error:
-                if time.monotonic() > deadline:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     raise StackError(
                         f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there or choose another "
-                        "port (PORT=… make serve, --set gateway.port=…)"
+                        "address (make serve PORT=…, --set gateway.port=…)"
                     ) from None
         time.sleep(0.1)
 

@@ -90,6 +90,7 @@ def test_paths_become_absolute() -> None:
         ({"models": [{**MODEL, "rank": {"num_threads": 0}}]}, "models[0].rank.num_threads: must be 1..1024, got 0"),
         ({"models": [{**MODEL, "memory_fraction": 0.0}]}, "models[0].memory_fraction: must be 0.01..1.0, got 0.0"),
         ({"models": [{**MODEL, "tensor_parallel_size": 2}]}, "models[0].tensor_parallel_size: 2 is not supported yet"),
+        ({"rank": {"device": "gpu"}}, "models[0].rank.device: must be auto, cpu or cuda, got 'gpu'"),
         ({"models": [{**MODEL, "name": "a b"}]}, "models[0].name: 'a b' must be"),
         ({"models": [{**MODEL, "name": "gateways"}]}, "models[0].name: 'gateways' is what the commands call"),
         ({"models": [MODEL, MODEL]}, "models[1].name: 'm' is too like models[0].name ('m')"),
