@@ -107,10 +107,11 @@ def _attend_kernel(
             q = tl.load(q_at, mask=inside, other=0.0)
             kv_head = head // GROUP
             key = tl.arange(0, BLOCK_N)
-            k_at = (
-                k_ptr + (start + key).to(tl.int64)[None, :] * k_stride + kv_head * HEAD_DIM + lane[:, None]
-            )  # [HEAD_DIM, BLOCK_N]
-            v_at = v_ptr + (start + key).to(tl.int64)[:, None] * v_stride + kv_head * HEAD_DIM + lane[None, :]
+            # 64-bit scalars walk along the sequence; offsets within it fit 32 bits and stay the same
+            k_base = k_ptr + start.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+            v_base = v_ptr + start.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+            k_at = key[None, :] * k_stride + lane[:, None]  # [HEAD_DIM, BLOCK_N]
+            v_at = key[:, None] * v_stride + lane[None, :]
             acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
             row_max = tl.full((BLOCK_M,), -1e30, tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -120,24 +121,20 @@ def _attend_kernel(
                 last = tl.minimum(first + BLOCK_M, length)
                 whole = tl.minimum(first, length) // BLOCK_N * BLOCK_N
             for begin in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
-                k = tl.load(k_at)
-                v = tl.load(v_at)
+                k = tl.load(k_base + begin * k_stride + k_at)
+                v = tl.load(v_base + begin * v_stride + v_at)
                 scores = tl.dot(q, k)
                 acc, row_max, row_sum = _softmax_block(
                     scores, acc, row_max, row_sum, v, begin + key, row, length, scale, False, CAUSAL
                 )
-                k_at += BLOCK_N * k_stride
-                v_at += BLOCK_N * v_stride
             for begin in tl.range(whole, last, BLOCK_N, num_stages=1):
                 present = begin + key < length
-                k = tl.load(k_at, mask=present[None, :], other=0.0)
-                v = tl.load(v_at, mask=present[:, None], other=0.0)
+                k = tl.load(k_base + begin * k_stride + k_at, mask=present[None, :], other=0.0)
+                v = tl.load(v_base + begin * v_stride + v_at, mask=present[:, None], other=0.0)
                 scores = tl.dot(q, k)
                 acc, row_max, row_sum = _softmax_block(
                     scores, acc, row_max, row_sum, v, begin + key, row, length, scale, True, CAUSAL
                 )
-                k_at += BLOCK_N * k_stride
-                v_at += BLOCK_N * v_stride
             tl.store(out_at, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -189,8 +186,10 @@ def _attend_rope_kernel(
             q_first, q_second = _turned(q_at, inside, row, q_weight_ptr, cos_ptr, sin_ptr, eps, HALF, ELEMENT)
             kv_head = head // GROUP
             key = tl.arange(0, BLOCK_N)
-            k_at = k_ptr + (start + key).to(tl.int64)[:, None] * k_stride + kv_head * HEAD_DIM + half[None, :]
-            v_at = v_ptr + (start + key).to(tl.int64)[:, None] * v_stride + kv_head * HEAD_DIM + lane[None, :]
+            k_base = k_ptr + start.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+            v_base = v_ptr + start.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+            k_at = key[:, None] * k_stride + half[None, :]
+            v_at = key[:, None] * v_stride + lane[None, :]
             acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
             row_max = tl.full((BLOCK_M,), -1e30, tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -199,12 +198,11 @@ def _attend_rope_kernel(
                 last = tl.minimum(first + BLOCK_M, length)
             for begin in tl.range(0, last, BLOCK_N, num_stages=STAGES):
                 present = begin + key < length
-                v = tl.load(v_at, mask=present[:, None], other=0.0)
+                v = tl.load(v_base + begin * v_stride + v_at, mask=present[:, None], other=0.0)
                 k_first, k_second = _turned(
-                    k_at, present, begin + key, k_weight_ptr, cos_ptr, sin_ptr, eps, HALF, ELEMENT
-                )
-                k_at += BLOCK_N * k_stride
-                v_at += BLOCK_N * v_stride
+                    k_base + begin * k_stride + k_at, present, begin + key,
+                    k_weight_ptr, cos_ptr, sin_ptr, eps, HALF, ELEMENT,
+                )  # fmt: skip
                 scores = tl.dot(q_first, tl.trans(k_first))
                 scores = tl.dot(q_second, tl.trans(k_second), scores)
                 acc, row_max, row_sum = _softmax_block(
