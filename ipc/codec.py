@@ -19,7 +19,6 @@ Membership = Hello | Join  # over the Unix socket that also carries the ring
 DecodeError = msgspec.DecodeError  # of which msgspec.ValidationError is a kind
 
 _encoder = msgspec.msgpack.Encoder()
-encode_into = _encoder.encode_into
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")

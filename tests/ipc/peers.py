@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import zmq
 
-from ipc.sockets import Frame, PeerFull, PeerGone, Socket
+from ipc.sockets import EventSocket, Frame, PeerFull, PeerGone, Socket
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -58,7 +58,7 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-def sent(socket: Socket, frames: list[Frame]) -> bool:
+def sent(socket: Socket | EventSocket, frames: list[Frame]) -> bool:
     try:
         socket.send(frames)
     except (PeerFull, PeerGone):
@@ -73,10 +73,13 @@ def receive(socket: Socket) -> list[bytes]:
     return frames
 
 
-def fill(socket: Socket, frame: list[Frame]) -> int:
-    """Sends until the peer has been full for a while; the number of messages that went."""
+def fill(socket: Socket | EventSocket, frames: list[Frame]) -> int:
+    """Sends until nothing but PeerFull has come of it for a while; the number of messages that went."""
     count, deadline = 0, time.monotonic() + 0.3
     while time.monotonic() < deadline:
-        if sent(socket, frame):
-            count, deadline = count + 1, time.monotonic() + 0.3
+        try:
+            socket.send(frames)
+        except PeerFull:
+            continue
+        count, deadline = count + 1, time.monotonic() + 0.3
     return count
