@@ -11,16 +11,16 @@ from collections.abc import Mapping
 import zmq
 
 from gateway.balance import least_outstanding
-from gateway.errors import GatewayError, InternalError, NotReady, from_rejected
-from gateway.link import HEARTBEAT_S, AbortReason, Chunk, Link, Sender
+from gateway.errors import InternalError, NotReady, from_rejected
+from gateway.job import Chunk, Job
+from gateway.link import HEARTBEAT_S, Link, Sender
 from gateway.metrics import Metrics
 from gateway.replicas import Replica
 from gateway.split import ChunkInput
-from gateway.tasks import Rows
 from ipc.control import ProcessStats, Quarantine
 from ipc.sockets import SocketError
 from ipc.submit import Rejected
-from ipc.types import ModelFacts, OutputSpec, Priority, Timings
+from ipc.types import ModelFacts, OutputSpec, Priority
 
 MAX_ATTEMPTS = 3
 RECENTLY_S = 60.0  # a replica that was there within this time is expected back
@@ -45,53 +45,13 @@ class ModelLinks:
         """Whether it is worth waiting for a replica."""
         return self.live_at is not None and now - self.live_at < RECENTLY_S
 
+    def forget(self, chunk: Chunk) -> None:
+        self.waiting.pop(chunk, None)
+
     def not_ready(self) -> NotReady:
         return NotReady(
             f"no replica of model {self.name!r} is ready; try again later", param="model", retry_after_ms=RETRY_AFTER_MS
         )
-
-
-class Job:
-    """The chunks of one request: all of them answered, or an error and the rest aborted."""
-
-    def __init__(self, model: ModelLinks, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Rows] = loop.create_future()
-        self.chunks: list[Chunk] = []
-        self._model = model
-        self._results: dict[int, tuple[bytes, Timings]] = {}  # by the chunk's first sequence
-
-    def succeeded(self, chunk: Chunk, payload: bytes, row_bytes: int, timings: Timings) -> None:
-        self._results[chunk.input.first] = (payload, timings)
-        if len(self._results) == len(self.chunks) and not self.future.done():
-            self.future.set_result(self._gather(row_bytes))
-
-    def failed(self, chunk: Chunk, error: GatewayError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.abort("stop")
-
-    def abort(self, reason: AbortReason) -> None:
-        """Ends what is still in flight or waiting."""
-        for chunk in self.chunks:
-            chunk.cancelled = True
-            self._model.waiting.pop(chunk, None)
-            if chunk.link is not None:
-                chunk.link.abort(chunk, reason)
-        if not self.future.cancel() and not self.future.cancelled():
-            self.future.exception()  # seen, should nobody wait for it any more
-
-    def _gather(self, row_bytes: int) -> Rows:
-        results = [self._results[chunk.input.first] for chunk in self.chunks]
-        if len(results) == 1:
-            return Rows([results[0][0]], row_bytes, results[0][1])
-        times = [timings for _, timings in results]
-        timings = Timings(
-            queue_ms=max(t.queue_ms for t in times),
-            compute_ms=max(t.compute_ms for t in times),
-            num_steps=sum(t.num_steps for t in times),
-            num_retries=sum(t.num_retries for t in times),
-        )
-        return Rows([payload for payload, _ in results], row_bytes, timings)
 
 
 class SchedulerClient:
@@ -123,8 +83,7 @@ class SchedulerClient:
     def start(self, name: str, inputs: list[ChunkInput], spec: OutputSpec, priority: Priority, deadline: float) -> Job:
         """Sends a request's chunks; `job.future` ends with its rows or a GatewayError."""
         model = self._models[name]
-        job = Job(model, self._loop)
-        job.chunks = [Chunk(chunk, spec, priority, deadline, job) for chunk in inputs]
+        job = Job(inputs, spec, priority, deadline, model.forget, self._loop)
         for chunk in job.chunks:
             self._dispatch(model, chunk)
         return job
@@ -207,10 +166,10 @@ class SchedulerClient:
         if message.code in ("stale", "draining", "not_ready") or (message.code == "full" and elsewhere):
             self._dispatch(model, chunk)
         else:
-            chunk.done.failed(chunk, from_rejected(message, chunk.input.first))
+            chunk.job.failed(from_rejected(message, chunk.input.first))
 
     def on_broken(self, link: Link, chunk: Chunk, text: str) -> None:
-        chunk.done.failed(chunk, InternalError(f"a replica's answer was not what it said: {text}"))
+        chunk.job.failed(InternalError(f"a replica's answer was not what it said: {text}"))
 
     def on_quarantine(self, link: Link, message: Quarantine) -> None:
         for other in self._by_link[link].links.values():
@@ -228,7 +187,7 @@ class SchedulerClient:
             return
         if chunk.attempt > MAX_ATTEMPTS:
             message = f"{MAX_ATTEMPTS} replicas were lost while they worked on this; try again later"
-            chunk.done.failed(chunk, NotReady(message, code="replica_lost", retry_after_ms=RETRY_AFTER_MS))
+            chunk.job.failed(NotReady(message, code="replica_lost", retry_after_ms=RETRY_AFTER_MS))
             return
         while link := least_outstanding(self._candidates(model, chunk), next(self._turns)):
             try:
@@ -237,7 +196,7 @@ class SchedulerClient:
             except SocketError:
                 link.eject()  # gone, or its queue is full of what it does not take
         if self._closing or not model.expected(self._loop.time()):
-            chunk.done.failed(chunk, model.not_ready())
+            chunk.job.failed(model.not_ready())
         else:
             model.waiting[chunk] = self._loop.time()
 
@@ -276,5 +235,5 @@ class SchedulerClient:
         for model in self._models.values():
             for chunk, since in list(model.waiting.items()):
                 if now - since > self._replica_wait_s and model.waiting.pop(chunk, None) is not None:
-                    chunk.done.failed(chunk, model.not_ready())
+                    chunk.job.failed(model.not_ready())
         self._close_idle()

@@ -10,26 +10,23 @@ Knows nothing of models or of other replicas: what is lost here is handed to the
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from gateway.errors import GatewayError
-from gateway.split import ChunkInput
+from gateway.job import AbortReason, Chunk
 from ipc.codec import TO_GATEWAY, DecodeError, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
 from ipc.sockets import EventSocket, Frame, Socket, SocketError, dealer
 from ipc.submit import Abort, Rejected, Result, Submit
-from ipc.types import ModelFacts, OutputSpec, Priority, Timings
+from ipc.types import ModelFacts
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0
 CONNECT_S = 0.005
 CONNECT_TRIES = 20
-
-AbortReason = Literal["disconnect", "deadline", "stop"]
 
 
 class Sender(Struct, frozen=True):
@@ -41,34 +38,6 @@ class Sender(Struct, frozen=True):
     @property
     def identity(self) -> bytes:
         return b"gw-" + self.incarnation.to_bytes(8, "big")
-
-
-class Chunk:
-    """One chunk on its way. `attempt` counts the replicas it was sent to and the requeues there."""
-
-    __slots__ = ("attempt", "cancelled", "chunk_id", "deadline", "done", "input", "link", "priority", "refused", "spec")
-
-    def __init__(
-        self, work: ChunkInput, spec: OutputSpec, priority: Priority, deadline: float, done: "ChunkOwner"
-    ) -> None:
-        self.input = work
-        self.spec = spec
-        self.priority: Priority = priority
-        self.deadline = deadline  # on the loop's clock
-        self.done = done
-        self.attempt = 1
-        self.chunk_id = 0
-        self.link: Link | None = None
-        self.refused: set[str] = set()  # replicas whose pool was full
-        self.cancelled = False
-
-
-class ChunkOwner(Protocol):
-    """Whom a chunk's end is told, once."""
-
-    def succeeded(self, chunk: Chunk, payload: bytes, row_bytes: int, timings: Timings) -> None: ...
-
-    def failed(self, chunk: Chunk, error: GatewayError) -> None: ...
 
 
 class LinkOwner(Protocol):
@@ -126,6 +95,7 @@ class Link:
         monitor = socket.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket = EventSocket(socket, self._on_message, self._loop)
         self._monitor = EventSocket(Socket(monitor), self._on_event, self._loop)
+        self._introduce(CONNECT_TRIES)  # it may be connected already, before the monitor was there to tell
 
     @property
     def live(self) -> bool:
@@ -160,7 +130,7 @@ class Link:
             attempt=chunk.attempt,
         )
         self._socket.send([encode(header), work.frame])
-        chunk.chunk_id, chunk.link = chunk_id, self
+        chunk.chunk_id, chunk.carrier = chunk_id, self
         self.in_flight[chunk_id] = chunk
         self.outstanding_tokens += work.num_tokens
 
@@ -187,7 +157,7 @@ class Link:
             for chunk in lost:
                 self._try_send(encode(Abort(self._sender.incarnation, self.incarnation, chunk.chunk_id)))
         for chunk in lost:
-            chunk.link = None
+            chunk.carrier = None
         self.in_flight.clear()
         self.outstanding_tokens = 0
         self.incarnation = None
@@ -233,7 +203,7 @@ class Link:
             told = f"{len(payload)} bytes for {message.num_rows} rows of {message.row_bytes}"
             self._owner.on_broken(self, chunk, told)
             return
-        chunk.done.succeeded(chunk, payload, message.row_bytes, message.timings)
+        chunk.job.succeeded(chunk, payload, message.row_bytes, message.timings)
 
     def _on_rejected(self, message: Rejected) -> None:
         chunk = self._release(message.chunk_id) if message.gateway == self._sender.incarnation else None
@@ -276,7 +246,7 @@ class Link:
         chunk = self.in_flight.pop(chunk_id, None)
         if chunk is not None:
             self.outstanding_tokens -= chunk.input.num_tokens
-            chunk.link = None
+            chunk.carrier = None
         return chunk
 
     def _introduce(self, tries: int) -> None:
