@@ -1,50 +1,60 @@
 """What a CUDA stream is on a GPU: work is queued, starts in the order given, and the caller does not wait.
 
-A step comes in parts, independent of each other, each with the number of threads it may use. Parts of one step run
-side by side, and those of the next begin as soon as there is room: there is no barrier between steps, and none between
-the operators of a part that has one thread.
+A step comes in parts that are independent of each other. They run side by side, and those of the next step begin as
+soon as there is room: no barrier between steps, and none between the operators of a part that has one thread. A step
+that is alone divides all cores among its parts; one that has company takes its share of them.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from rose.lazy_tensor import CpuLazyTensor, EventFds
 
-Part = tuple[Callable[[], None], int]  # the work, and its threads
+Work = Callable[[], None]
+
+
+class _Part(NamedTuple):
+    work: Work
+    cores: int
+    lazy: CpuLazyTensor
 
 
 class CpuStream:
-    """`num_threads` worker threads that share as many cores."""
+    """`num_threads` worker threads that share as many cores. One thread launches."""
 
     def __init__(self, num_threads: int) -> None:
         self._event_fds = EventFds()
-        self._queue: deque[tuple[Callable[[], None], int, CpuLazyTensor]] = deque()
+        self._queue: deque[_Part] = deque()
         self._changed = threading.Condition()
-        self._free_cores = num_threads
         self._num_threads = num_threads
+        self._free_cores = num_threads
+        self._num_running = 0
         self._closed = False
         self._workers = [
-            threading.Thread(target=self._work, name=f"forward-{index}", daemon=True) for index in range(num_threads)
+            threading.Thread(target=self._run, name=f"forward-{index}", daemon=True) for index in range(num_threads)
         ]
         for worker in self._workers:
             worker.start()
 
-    def launch(self, parts: list[Part]) -> CpuLazyTensor:
+    def launch(self, works: Sequence[Work]) -> CpuLazyTensor:
         """Queues a step's parts and returns at once. A step without parts is done when its turn comes."""
-        parts = parts or [(_nothing, 1)]
-        lazy = CpuLazyTensor(self._event_fds, len(parts))
+        works = works or (_nothing,)
+        lazy = CpuLazyTensor(self._event_fds, len(works))
         with self._changed:
-            self._queue.extend((work, cores, lazy) for work, cores in parts)
+            num_parts = len(works) + len(self._queue) + self._num_running
+            cores = max(1, self._num_threads // num_parts)
+            self._queue.extend(_Part(work, cores, lazy) for work in works)
             self._changed.notify_all()
         return lazy
 
     def drain(self) -> None:
         """Waits until nothing is queued or running."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and self._free_cores == self._num_threads)
+            self._changed.wait_for(lambda: not self._queue and not self._num_running)
 
     def close(self) -> None:
         """Ends the threads once the queue is empty; LazyTensors not yet asked are void."""
@@ -55,35 +65,40 @@ class CpuStream:
             worker.join()
         self._event_fds.close()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         num_threads = 0  # torch keeps it per calling thread, but tells only what was last set by any
-        while (taken := self._take()) is not None:
-            work, cores, lazy = taken
+        while (part := self._take()) is not None:
             error: BaseException | None = None
             try:
-                if num_threads != cores:
-                    torch.set_num_threads(cores)
-                    num_threads = cores
+                if num_threads != part.cores:
+                    torch.set_num_threads(part.cores)
+                    num_threads = part.cores
                 with torch.inference_mode():
-                    work()
+                    part.work()
             except BaseException as caught:  # noqa: BLE001 - raised again by LazyTensor.ready, on the loop's thread
                 error = caught
-            lazy.part_done(error)
-            with self._changed:
-                self._free_cores += cores
-                self._changed.notify_all()
+            part.lazy.part_done(error)
+            self._give_back(part.cores)
 
-    def _take(self) -> tuple[Callable[[], None], int, CpuLazyTensor] | None:
+    def _take(self) -> _Part | None:
         """The next part, as soon as its cores are free; None at the end."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (self._queue and self._queue[0][1] <= self._free_cores) or (self._closed and not self._queue)
-            )
+            self._changed.wait_for(self._may_go_on)
             if not self._queue:
                 return None
-            taken = self._queue.popleft()
-            self._free_cores -= taken[1]
-            return taken
+            part = self._queue.popleft()
+            self._free_cores -= part.cores
+            self._num_running += 1
+            return part
+
+    def _may_go_on(self) -> bool:
+        return self._queue[0].cores <= self._free_cores if self._queue else self._closed
+
+    def _give_back(self, cores: int) -> None:
+        with self._changed:
+            self._free_cores += cores
+            self._num_running -= 1
+            self._changed.notify_all()
 
 
 def _nothing() -> None:

@@ -1,6 +1,6 @@
 """What differs between devices: names, page-locking, and how a step is launched on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -39,11 +39,11 @@ def unpin(memory: NDArray[np.uint8]) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
-def launch_on_cuda(parts: list[Callable[[], None]]) -> CudaLazyTensor:
-    """Enqueues the parts on the current stream, and behind them the event that tells of their end."""
+def launch_on_cuda(works: Sequence[Callable[[], None]]) -> CudaLazyTensor:
+    """Enqueues the works on the current stream, and behind them the event that tells of their end."""
     with torch.inference_mode():
-        for part in parts:
-            part()
+        for work in works:
+            work()
     event = torch.cuda.Event()
     event.record()
     return CudaLazyTensor(event)

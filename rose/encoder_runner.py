@@ -98,10 +98,8 @@ class EncoderRunner:
     def _launch(self, parts: list[Rows]) -> LazyTensor:
         encoder = self._encoder
         assert encoder is not None
-        if self._stream is None:
-            return launch_on_cuda([partial(encoder.run, part) for part in parts])
-        cores = max(1, self._num_threads // max(1, len(parts)))
-        return self._stream.launch([(partial(encoder.run, part), cores) for part in parts])
+        works = [partial(encoder.run, part) for part in parts]
+        return launch_on_cuda(works) if self._stream is None else self._stream.launch(works)
 
     def _warm_up(self) -> None:
         """One real step through everything: as many sequences of full length as fit, then the rest."""

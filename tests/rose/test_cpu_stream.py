@@ -5,6 +5,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def wait(lazy: LazyTensor) -> None:
 
 def test_launch_returns_before_the_work_is_done(stream: CpuStream) -> None:
     gate = threading.Event()
-    lazy = stream.launch([(lambda: gate.wait(10) and None, 1)])
+    lazy = stream.launch([lambda: gate.wait(10) and None])
     assert not lazy.ready()
     assert select.select([lazy.fileno()], [], [], 0.05)[0] == []
     gate.set()
@@ -43,46 +44,28 @@ def test_launch_returns_before_the_work_is_done(stream: CpuStream) -> None:
     assert lazy.fileno() == -1
 
 
-def test_two_steps_are_in_flight_at_once(stream: CpuStream) -> None:
+def test_steps_run_side_by_side(stream: CpuStream) -> None:
     """Each waits for the other to have begun: one after the other would never end."""
     both = threading.Barrier(2, timeout=10)
-    steps = [stream.launch([(lambda: both.wait() and None, 1)]) for _ in range(2)]
-    for lazy in steps:
+    first = stream.launch([lambda: time.sleep(0.05)])  # alone when launched: has all cores, the others wait
+    steps = [stream.launch([lambda: both.wait() and None]) for _ in range(2)]
+    assert not first.ready()
+    for lazy in (first, *steps):
         wait(lazy)
 
 
-def test_parts_begin_in_order_and_wide_ones_have_the_cores_to_themselves(stream: CpuStream) -> None:
-    begun: list[str] = []
-    running = 0
-    most = 0
-    lock = threading.Lock()
-
-    def work(name: str) -> Callable[[], None]:
-        def run() -> None:
-            nonlocal running, most
-            with lock:
-                begun.append(name)
-                running += 1
-                most = max(most, running)
-            if name.startswith("wide"):
-                time.sleep(0.02)
-                assert running == 1
-            with lock:
-                running -= 1
-
-        return run
-
-    steps = [stream.launch([(work(f"wide {i}"), 2)]) for i in range(3)]
-    steps += [stream.launch([(work(f"step {i}"), 1)]) for i in range(5)]
+def test_parts_begin_in_the_order_given(stream: CpuStream) -> None:
+    begun: list[int] = []
+    steps = [stream.launch([lambda: time.sleep(0.05)])]  # has all the cores
+    steps += [stream.launch([partial(begun.append, 2 * i), partial(begun.append, 2 * i + 1)]) for i in range(20)]
     stream.drain()
     assert all(lazy.ready() for lazy in steps)
-    assert begun[:3] == ["wide 0", "wide 1", "wide 2"]
-    assert sorted(begun[3:]) == begun[3:] or most == 2
+    assert max(abs(i - value) for i, value in enumerate(begun)) <= 1  # two threads note it side by side
 
 
 def test_a_step_is_ready_when_its_last_part_is(stream: CpuStream) -> None:
     gate = threading.Event()
-    lazy = stream.launch([(lambda: None, 1), (lambda: gate.wait(10) and None, 1)])
+    lazy = stream.launch([lambda: None, lambda: gate.wait(10) and None])
     time.sleep(0.02)
     assert not lazy.ready()
     gate.set()
@@ -96,9 +79,9 @@ def test_errors_are_raised_where_the_result_is_asked_for(stream: CpuStream) -> N
 
         return run
 
-    broken = stream.launch([(fail(ValueError("broken")), 1), (lambda: None, 1)])
-    full = stream.launch([(fail(RuntimeError("DefaultCPUAllocator: not enough memory: you tried …")), 1)])
-    fine = stream.launch([(lambda: None, 1)])
+    broken = stream.launch([fail(ValueError("broken")), lambda: None])
+    full = stream.launch([fail(RuntimeError("DefaultCPUAllocator: not enough memory: you tried …"))])
+    fine = stream.launch([lambda: None])
     stream.drain()
     with pytest.raises(ValueError, match="broken"):
         broken.ready()
@@ -111,25 +94,29 @@ def test_an_idle_step_is_done_in_its_turn(stream: CpuStream) -> None:
     wait(stream.launch([]))
 
 
-def test_each_part_has_its_number_of_threads(stream: CpuStream) -> None:
+def test_a_lone_part_has_all_cores_and_others_share_them(stream: CpuStream) -> None:
     """Measured as CPU time of the process over that of the calling thread."""
     x = torch.randn(500, 500)
-    ratios: dict[int, float] = {}
+    ratios: list[float] = []
 
-    def multiply(threads: int) -> Callable[[], None]:
-        def run() -> None:
+    def multiply() -> None:
+        torch.mm(x, x)
+        process, thread = time.process_time(), time.thread_time()
+        for _ in range(12):
             torch.mm(x, x)
-            process, thread = time.process_time(), time.thread_time()
-            for _ in range(12):
-                torch.mm(x, x)
-            ratios[threads] = (time.process_time() - process) / (time.thread_time() - thread)
+        ratios.append((time.process_time() - process) / (time.thread_time() - thread))
 
-        return run
-
-    for threads in (1, 2, 1, 2):
-        wait(stream.launch([(multiply(threads), threads)]))
-    assert ratios[1] < 1.3
-    assert ratios[2] > 1.5
+    for gate in (threading.Event(), threading.Event()):
+        wait(stream.launch([multiply]))
+        stream.drain()
+        assert ratios.pop() > 1.5
+        other = stream.launch([multiply, partial(gate.wait, 10)])  # one thread each
+        while not ratios:
+            time.sleep(0.001)
+        assert ratios.pop() < 1.3
+        gate.set()
+        wait(other)
+        stream.drain()
 
 
 def test_descriptors_are_used_again(stream: CpuStream) -> None:
@@ -155,7 +142,7 @@ def test_runner_has_two_steps_in_flight(tmp_path: Path) -> None:
     batches = [ragged_ids(128, (60,) * 12, seed=1), ragged_ids(128, (5, 64, 1), seed=2)]
     expected = [driver.vectors(batch) for batch in batches]
     blocker = threading.Event()
-    held = driver.runner._stream.launch([(lambda: blocker.wait(10) and None, 2)])  # type: ignore[union-attr]
+    held = driver.runner._stream.launch([lambda: blocker.wait(10) and None])  # type: ignore[union-attr]
     steps = [driver.launch(batch, slot=slot) for slot, batch in enumerate(batches)]
     assert not any(lazy.ready() for lazy, _ in steps)
     blocker.set()
