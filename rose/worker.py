@@ -91,6 +91,7 @@ class _Epoch:
         """Until Shutdown or an ordered stop. Raises SchedulerGone."""
         next_beat = spin_until = 0.0
         while True:
+            busy = bool(self.pending)
             received = self.launch_received()
             self.answer_finished()
             now = time.monotonic()
@@ -99,7 +100,7 @@ class _Epoch:
             if now >= next_beat:
                 self.link.send(Heartbeat(self.incarnation, self.epoch, self.last_step))
                 next_beat = now + HEARTBEAT_SECONDS
-            if self.stopping and not received and not self.pending:
+            if self.stopping and not received and not busy:  # a round ago: the I/O thread has sent the last result
                 self.log("stopped", last_step=self.last_step)
                 return
             if self.link.wait(*self.patience(now, next_beat, spin_until)) and not self.stopping:
