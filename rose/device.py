@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose.lazy_tensor import CudaLazyTensor
+from rose.runner import OutOfMemory
 
 
 def resolve_device(name: str) -> str:
@@ -27,12 +28,12 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 
 
-def pin(memory: NDArray[np.uint8]) -> None:
-    """Page-locks a mapping, so that copies from and to it are asynchronous. Raises RuntimeError."""
-    cudart = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    if int(code) != 0:
-        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed ({code}): raise the locked-memory limit")
+def pin(memory: NDArray[np.uint8]) -> bool:
+    """Page-locks a mapping, so that copies from and to it are asynchronous; tells whether that worked.
+
+    Where it does not (a low locked-memory limit), copies wait for the device: as right, only slower.
+    """
+    return int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
 
 
 def unpin(memory: NDArray[np.uint8]) -> None:
@@ -40,10 +41,16 @@ def unpin(memory: NDArray[np.uint8]) -> None:
 
 
 def launch_on_cuda(works: Sequence[Callable[[], None]]) -> CudaLazyTensor:
-    """Enqueues the works on the current stream, and behind them the event that tells of their end."""
-    with torch.inference_mode():
-        for work in works:
-            work()
+    """Enqueues the works on the current stream, and behind them the event that tells of their end.
+
+    Raises OutOfMemory where the device's memory does not suffice.
+    """
+    try:
+        with torch.inference_mode():
+            for work in works:
+                work()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(str(error)) from error
     event = torch.cuda.Event()
     event.record()
     return CudaLazyTensor(event)

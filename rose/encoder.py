@@ -105,7 +105,7 @@ def _defaults(task: EmbedTask | ScoreTask) -> OutputDefaults:
 def _write(group: RowGroup, vectors: Tensor, failed: Tensor, defaults: OutputDefaults, values: Tensor) -> None:
     """Puts a group's rows at their offsets: in one copy where they follow each other without gaps."""
     if len(group.rows) != len(vectors):
-        index = torch.tensor(group.rows, device=vectors.device)
+        index = torch.from_numpy(np.asarray(group.rows)).to(vectors.device, non_blocking=True)
         vectors, failed = vectors[index], failed[index]
     block = convert(vectors, group, defaults.int8).masked_fill_(failed[:, None] != 0, 0)
     num_rows, row_bytes = block.shape

@@ -71,9 +71,7 @@ class EncoderRunner:
             return
         if self._pinned is not None:
             unpin(self._pinned.memory)
-        if ring is not None:
-            pin(ring.memory)
-        self._pinned = ring
+        self._pinned = ring if ring is not None and pin(ring.memory) else None
 
     def step(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         assert self._encoder is not None, "step before load: call load() first"

@@ -9,8 +9,7 @@ A row of an encode step says what its sequence becomes (columns of ipc.step):
     ROW_OUTPUT_OFFSET  where in `values` the row begins, bytes
 and the row's bytes are, by dtype:
     float32  the values, native byte order
-    int8     models trained for it: round(127 · tanh x), of the values before normalisation unless ROW_NORMALIZE is 1;
-             all others: round(127 · x / max|x|). Both are for comparison by cosine
+    int8     round(127 · tanh x) of a model trained for it, round(127 · x / max|x|) of any other; compare by cosine
     binary   a bit a value, 1 where x >= 0, least significant bit first, the last byte filled with zeros
 A row that fails (status not STATUS_OK) is all zeros. Rows of scores know float32 only.
 """

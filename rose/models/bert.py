@@ -30,7 +30,7 @@ class BertEmbeddings(nn.Module):
 
     def forward(self, batch: EncodeBatch) -> Tensor:
         x = self.word_embeddings(batch.input_ids)
-        if batch.token_types is None:
+        if batch.token_types is None or len(self.token_type_embeddings.weight) == 1:  # RoBERTa knows one type only
             x.add_(self.token_type_embeddings.weight[0])
         else:
             x.add_(self.token_type_embeddings(batch.token_types))
