@@ -1,4 +1,4 @@
-"""An encoder in this process, for bulk jobs and tests: token ids in, vectors or scores out. No scheduler, no sockets."""
+"""An encoder in this process, for bulk jobs: token ids in, vectors or scores out. No scheduler, no sockets."""
 
 import select
 import time
@@ -37,12 +37,17 @@ class OfflineEncoder:
                 raise ValueError(f"sequence {index} has {len(sequence)} tokens: 1 to {limit} are possible")
         vectors = np.empty((len(sequences), self.facts.dimension), np.float32)
         in_flight: deque[tuple[slice, LazyTensor, Arrays]] = deque()
-        for step, rows in enumerate(self._steps([len(sequence) for sequence in sequences])):
-            if len(in_flight) == self.facts.num_steps_in_flight:
+        try:
+            for step, rows in enumerate(self._steps([len(sequence) for sequence in sequences])):
+                if len(in_flight) == self.facts.num_steps_in_flight:
+                    _collect(*in_flight.popleft(), vectors)
+                in_flight.append((rows, *self._launch(step, sequences[rows])))
+            while in_flight:
                 _collect(*in_flight.popleft(), vectors)
-            in_flight.append((rows, *self._launch(step, sequences[rows])))
-        while in_flight:
-            _collect(*in_flight.popleft(), vectors)
+        finally:
+            self._runner.drain()  # after an error: no step may outlive its call
+            for _, lazy, _ in in_flight:
+                lazy.ready()
         return vectors
 
     def close(self) -> None:
