@@ -41,6 +41,13 @@ class EncodeBatch(NamedTuple):
     token_types: Tensor | None  # int32 [T]; None where all are 0
     sequences: Sequences
 
+    def first(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> each sequence's first token [N, H]; of an empty sequence any."""
+        return hidden[self.sequences.cu_seqlens[:-1].clamp(max=len(hidden) - 1)]
+
+    def last(self, hidden: Tensor) -> Tensor:
+        return hidden[self.sequences.cu_seqlens[1:] - 1]
+
 
 def step_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, max_parts: int) -> list[Rows]:
     """The rows of an encode step, in at most `max_parts` parts of about equal tokens.

@@ -1,4 +1,4 @@
-"""Matrix products with a bias and, where one follows at once, an activation.
+"""Matrix products with what stands around them: a norm before, bias, activation and the residual addition after.
 
 `FusedLinear` is several projections of the same input in one matrix: q, k, v or gate, up.
 """
@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rose.layers.activation import activation
+from rose.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """y = act(x · weightᵀ + bias); x [T, in_features], y [T, out_features]."""
+    """y = act(norm(x) · weightᵀ + bias); x [T, in_features], y [T, out_features]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, act: str = "identity") -> None:
         super().__init__()
@@ -20,9 +21,11 @@ class Linear(nn.Module):
         self.act = act
         self._activation = None if act == "identity" else activation(act)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        return y if self._activation is None else self._activation(y)
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """With `residual` [T, out_features]: adds y to it, in place."""
+        y = F.linear(x if norm is None else norm(x), self.weight, self.bias)
+        y = y if self._activation is None else self._activation(y)
+        return y if residual is None else residual.add_(y)
 
 
 class FusedLinear(Linear):

@@ -4,16 +4,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rose.layers.linear import FusedLinear, Linear
+from rose.layers.norm import RMSNorm
+
+
+class SiluMul(nn.Module):
+    """gate, up side by side [T, 2 I] -> silu(gate) * up [T, I]."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix. `x` is overwritten."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = FusedLinear(hidden_size, 2 * (intermediate_size,), bias=False)
+        self.act = SiluMul()
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x, norm=norm)), residual=x)

@@ -1,4 +1,4 @@
-"""Normalisation, together with the residual addition that comes before it."""
+"""Normalisation, after a block (LayerNorm, with the residual addition) or before one (RMSNorm)."""
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,10 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size))
-        self._shape = (hidden_size,)
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return F.layer_norm(x.add_(residual), self._shape, self.weight, self.bias, self._eps)
+        return F.layer_norm(x.add_(residual), self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -25,13 +24,7 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self._shape = (hidden_size,)
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pre-norm: (norm(x + residual), x + residual). `residual` is overwritten; None counts as zeros."""
-        total = x if residual is None else residual.add_(x)
-        return self(total), total
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rose.layers.activation import activation
 from rose.layers.linear import Linear
+from rose.layers.norm import RMSNorm
 
 _POST_OPS = {
     "identity": ("none", ""),
@@ -31,9 +32,11 @@ class PackedLinear(nn.Module):
         self._post_op, self._algorithm = _POST_OPS.get(linear.act, ("none", ""))
         self._activation = None if linear.act in _POST_OPS else activation(linear.act)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if norm is None else norm(x)
         y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._post_op, [], self._algorithm)
-        return y if self._activation is None else self._activation(y)
+        y = y if self._activation is None else self._activation(y)
+        return y if residual is None else residual.add_(y)
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rose.attention.interface import Attend
 from rose.batch import EncodeBatch
 from rose.layers.attention import Attention
-from rose.layers.embedding import Embedding
+from rose.layers.embedding import PositionedEmbeddings
 from rose.layers.linear import FusedLinear, Linear
 from rose.layers.norm import LayerNorm
 from rose.models.config import ModelConfig
@@ -19,22 +19,15 @@ from rose.models.task import ScoreTask
 FUSED = {"query_key_value": ("query", "key", "value")}
 
 
-class BertEmbeddings(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.word_embeddings = Embedding(config.vocab_size, config.hidden_size)
-        self.position_embeddings = Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, config.norm_eps)
-        self._position_offset = config.position_offset
-
-    def forward(self, batch: EncodeBatch) -> Tensor:
-        x = self.word_embeddings(batch.input_ids)
-        if batch.token_types is None or len(self.token_type_embeddings.weight) == 1:  # RoBERTa knows one type only
-            x.add_(self.token_type_embeddings.weight[0])
-        else:
-            x.add_(self.token_type_embeddings(batch.token_types))
-        return self.LayerNorm(x, self.position_embeddings(batch.positions + self._position_offset))
+def embeddings(config: ModelConfig) -> PositionedEmbeddings:
+    return PositionedEmbeddings(
+        vocab_size=config.vocab_size,
+        num_positions=config.max_position_embeddings,
+        num_types=config.type_vocab_size,
+        hidden_size=config.hidden_size,
+        norm_eps=config.norm_eps,
+        position_offset=config.position_offset,
+    )
 
 
 class BertSelfAttention(nn.Module):
@@ -125,17 +118,18 @@ class BertModel(nn.Module):
 
     def __init__(self, config: ModelConfig, pooler: BertPooler | None = None) -> None:
         super().__init__()
-        self.embeddings = BertEmbeddings(config)
+        self.embeddings = embeddings(config)
         self.encoder = BertEncoder(config)
         self.pooler = pooler
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        return self.encoder(self.embeddings(batch), attend)
+        x = self.embeddings(batch.input_ids, batch.positions, batch.token_types)
+        return self.encoder(x, attend)
 
     def pool(self, hidden: Tensor, batch: EncodeBatch) -> Tensor:
         """The pooler's view of each first token, [N, H]."""
         assert self.pooler is not None, "this model was built without a pooler: give it one"
-        return self.pooler(hidden[batch.sequences.cu_seqlens[:-1]])
+        return self.pooler(batch.first(hidden))
 
 
 class BertForSequenceClassification(nn.Module):

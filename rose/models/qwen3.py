@@ -15,7 +15,7 @@ from rose.layers.embedding import Embedding
 from rose.layers.linear import FusedLinear, Linear, RowsLinear
 from rose.layers.mlp import GatedMlp
 from rose.layers.norm import RMSNorm
-from rose.layers.rotary import Rotary, rotate
+from rose.layers.rotary import Rotary, Turn
 from rose.models.config import ModelConfig, ModelError
 from rose.models.task import ScoreTask
 
@@ -27,8 +27,7 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.sizes = (q_size, kv_size, kv_size)
-        self.qkv_proj = FusedLinear(config.hidden_size, self.sizes, bias=config.attention_bias)
+        self.qkv_proj = FusedLinear(config.hidden_size, (q_size, kv_size, kv_size), bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -39,15 +38,9 @@ class Qwen3Attention(nn.Module):
             causal=config.causal,
         )
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        q, k = self._turn(q, self.q_norm, angles), self._turn(k, self.k_norm, angles)
-        return self.o_proj(self.attention(q, k, v, attend))
-
-    def _turn(self, heads: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Normalises each head and turns it by its position. [T, heads * head_dim], out as in."""
-        per_head = norm(heads.unflatten(-1, (-1, self.attention.shape.head_dim)))
-        return rotate(per_head, *angles).flatten(1)
+    def forward(self, x: Tensor, norm: RMSNorm, turn: Turn, attend: Attend) -> Tensor:
+        q, k, v = turn(self.qkv_proj(x, norm=norm), self.q_norm, self.k_norm, self.attention.shape)
+        return self.o_proj(self.attention(q, k, v, attend), residual=x)
 
 
 class Qwen3Layer(nn.Module):
@@ -58,13 +51,9 @@ class Qwen3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """(what the layer adds, the stream without it) -> the same, one layer on."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, angles, attend), residual)
-        return self.mlp(x), residual
+    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        x = self.self_attn(x, self.input_layernorm, turn, attend)
+        return self.mlp(x, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):
@@ -82,11 +71,11 @@ class Qwen3Model(nn.Module):
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope_theta)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        x, residual = self.embed_tokens(batch.input_ids), None
-        angles = self.rotary(batch.positions)
+        x = self.embed_tokens(batch.input_ids)
+        turn = self.rotary(batch.positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, angles, attend)
-        return self.norm.add(x, residual)[0]
+            x = layer(x, turn, attend)
+        return self.norm(x)
 
 
 class Qwen3ForSequenceClassification(nn.Module):
@@ -102,7 +91,7 @@ class Qwen3ForSequenceClassification(nn.Module):
         self.score = Linear(config.hidden_size, task.num_labels, bias=False)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        return self.score(_last(self.model(batch, attend), batch))
+        return self.score(batch.last(self.model(batch, attend)))
 
 
 class Qwen3ForYesNo(nn.Module):
@@ -126,10 +115,5 @@ class Qwen3ForYesNo(nn.Module):
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        logits = self.lm_head(_last(self.model(batch, attend), batch)).float()
+        logits = self.lm_head(batch.last(self.model(batch, attend))).float()
         return logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:]
-
-
-def _last(hidden: Tensor, batch: EncodeBatch) -> Tensor:
-    """hidden [T, H] -> [N, H]."""
-    return hidden[batch.sequences.cu_seqlens[1:] - 1]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rose.attention.interface import Attend
 from rose.batch import EncodeBatch
 from rose.layers.linear import Linear
-from rose.models.bert import FUSED, BertEmbeddings, BertEncoder
+from rose.models.bert import FUSED, BertEncoder, embeddings
 from rose.models.config import ModelConfig
 from rose.models.task import ScoreTask
 
@@ -22,11 +22,12 @@ class XlmRobertaModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embeddings = BertEmbeddings(config)
+        self.embeddings = embeddings(config)
         self.encoder = BertEncoder(config)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        return self.encoder(self.embeddings(batch), attend)
+        x = self.embeddings(batch.input_ids, batch.positions, batch.token_types)
+        return self.encoder(x, attend)
 
 
 class XlmRobertaClassificationHead(nn.Module):
@@ -52,5 +53,4 @@ class XlmRobertaForSequenceClassification(nn.Module):
         self.classifier = XlmRobertaClassificationHead(config, task.num_labels)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
-        hidden = self.roberta(batch, attend)
-        return self.classifier(hidden[batch.sequences.cu_seqlens[:-1]])
+        return self.classifier(batch.first(self.roberta(batch, attend)))
