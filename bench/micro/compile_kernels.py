@@ -1,10 +1,12 @@
 """Compiles every Triton kernel for Hopper on a machine without a GPU: registers, spills, shared memory.
 
-    python -m bench.micro.compile_kernels [FILTER]
+    python -m bench.micro.compile_kernels [FILTER] [--shard I/N]
 
-Runs the kernels' own Python entry points on CPU tensors of the real shapes; launches are replaced by compilation.
+Also fills Triton's cache before a measurement, N processes at a time. Runs the kernels' own Python entry points on CPU
+tensors of the real shapes; launches are replaced by compilation.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -19,14 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime.jit import JITFunction
 
+from bench.micro.variants import GEMMS, ROPE_TILES, attention_tiles, gemm_tiles
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.ragged_attention import Rope, ragged_attention
-from rose.kernels.ragged_attention import Tiles as AttentionTiles
-from rose.kernels.skinny_gemm import Tiles, Workspace, skinny_gemm
+from rose.kernels.skinny_gemm import Workspace, skinny_gemm
 
 TARGET = GPUTarget("cuda", 90, 32)
 BF16 = torch.bfloat16
@@ -129,15 +131,19 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 q, k, v = (p.unflatten(-1, (-1, d)) for p in qkv.split([heads * d, kv * d, kv * d], dim=-1))
                 yield (
                     f"attention d{d} {tuple(tiles)} causal={causal}",
-                    lambda q=q, k=k, v=v, c=causal, t=tiles: ragged_attention(q, k, v, cu, scale=1.0, causal=c, tiles=t),
+                    lambda q=q, k=k, v=v, c=causal, t=tiles: ragged_attention(
+                        q, k, v, cu, scale=1.0, causal=c, tiles=t
+                    ),
                 )
-    for tiles in (AttentionTiles(64, 64, 4, 2), AttentionTiles(64, 32, 4, 2), AttentionTiles(32, 64, 4, 2)):
+    for tiles in ROPE_TILES:
         rope = Rope(z(128), z(128), table, table, 1e-6)
         qkv = z(tokens, 4096)
         q, k, v = (p.unflatten(-1, (-1, 128)) for p in qkv.split([2048, 1024, 1024], dim=-1))
         yield (
             f"attention+rope {tuple(tiles)}",
-            lambda q=q, k=k, v=v, r=rope, t=tiles: ragged_attention(q, k, v, cu, scale=1.0, causal=False, rope=r, tiles=t),
+            lambda q=q, k=k, v=v, r=rope, t=tiles: ragged_attention(
+                q, k, v, cu, scale=1.0, causal=False, rope=r, tiles=t
+            ),
         )
     workspace = Workspace("cpu", 1 << 24)
     for name, n, k, epilogue, norm in GEMMS:
@@ -151,50 +157,25 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             )  # fmt: skip
 
 
-GEMMS: tuple[tuple[str, int, int, Any, float | None], ...] = (
-    ("qkv", 4096, 1024, "none", 1e-6),
-    ("o", 1024, 2048, "residual", None),
-    ("gate_up", 6144, 1024, "silu_mul", 1e-6),
-    ("down", 1024, 3072, "residual", None),
-)
-
-
-def gemm_tiles(name: str) -> list[Tiles]:
-    """Variants worth timing, by matrix."""
-    return {
-        "qkv": [Tiles(64, 64, 64, 1, 4, 5), Tiles(64, 64, 128, 1, 4, 4), Tiles(128, 32, 64, 1, 4, 5),
-                Tiles(128, 64, 64, 1, 4, 5), Tiles(128, 128, 64, 1, 8, 4)],
-        "o": [Tiles(64, 64, 128, 4, 4, 4), Tiles(64, 32, 128, 2, 4, 4), Tiles(64, 64, 64, 4, 4, 5),
-              Tiles(128, 32, 64, 4, 4, 5), Tiles(64, 64, 64, 1, 4, 6)],
-        "gate_up": [Tiles(64, 64, 64, 1, 4, 4), Tiles(64, 32, 64, 1, 4, 4), Tiles(128, 32, 64, 1, 4, 4),
-                    Tiles(128, 32, 64, 1, 8, 4), Tiles(128, 64, 64, 1, 8, 4)],
-        "down": [Tiles(64, 64, 128, 4, 4, 4), Tiles(64, 32, 128, 2, 4, 4), Tiles(64, 64, 64, 4, 4, 5),
-                 Tiles(128, 32, 64, 4, 4, 5), Tiles(64, 64, 64, 1, 4, 6)],
-    }[name]  # fmt: skip
-
-
-def attention_tiles(head_dim: int) -> list[AttentionTiles]:
-    """Variants worth timing, by head dimension."""
-    if head_dim <= 64:
-        return [AttentionTiles(64, 64, 4, 3), AttentionTiles(128, 64, 4, 3), AttentionTiles(128, 128, 8, 2),
-                AttentionTiles(64, 32, 4, 3), AttentionTiles(128, 64, 8, 3)]  # fmt: skip
-    return [AttentionTiles(64, 64, 4, 2), AttentionTiles(128, 64, 8, 3), AttentionTiles(128, 128, 8, 2),
-            AttentionTiles(64, 64, 4, 3), AttentionTiles(64, 128, 4, 2)]  # fmt: skip
-
-
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("filter", nargs="?", default="")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th case from the I-th on")
+    args = parser.parse_args()
+    shard, num_shards = map(int, args.shard.split("/"))
     found: list[tuple[str, Any]] = []
     compile_only(found)
-    for name, run in cases():
-        if wanted not in name:
+    for index, (name, run) in enumerate(cases()):
+        if args.filter not in name or index % num_shards != shard:
             continue
         try:
             run()
         except Exception as error:  # noqa: BLE001 one kernel's failure must not hide the others
             print(f"{name:48s} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
         for kernel, compiled in found:
-            print(f"{name:48s} {kernel:26s} {usage(compiled.asm['cubin'])} shared {compiled.metadata.shared}", flush=True)
+            print(
+                f"{name:48s} {kernel:26s} {usage(compiled.asm['cubin'])} shared {compiled.metadata.shared}", flush=True
+            )
         found.clear()
 
 

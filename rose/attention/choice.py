@@ -41,7 +41,9 @@ def choose(
     """
     if override is not None and override != "auto":
         if override not in available:
-            raise ValueError(f"attention backend {override!r} is not available here: use auto or {', '.join(available)}")
+            raise ValueError(
+                f"attention backend {override!r} is not available here: use auto or {', '.join(available)}"
+            )
         return override
     rows = [row for row in (_TABLE if table is None else table) if row.backend in available]
     if not rows:

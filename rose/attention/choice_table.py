@@ -1,4 +1,4 @@
-"""The fastest attention backend by measurement on an H200, bf16: (head_dim, causal, sequences, tokens, backend).
+"""The fastest attention backend, measured on an H200: (head_dim, causal, sequences, tokens, backend).
 
 Written by `python -m bench.micro.attention`; do not edit by hand.
 """

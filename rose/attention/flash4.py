@@ -1,4 +1,4 @@
-"""FlashAttention 4 (package flash-attn-4), compiled at first use. Reads lengths on the device, so nothing is planned."""
+"""FlashAttention 4 (package flash-attn-4), compiled at first use. Lengths are read on the device: nothing to plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ class Flash4Backend:
     """Keeps no state. Raises ImportError where flash-attn-4 cannot be imported."""
 
     def __init__(self) -> None:
-        from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
+        from flash_attn.cute import flash_attn_varlen_func
 
         self._function: Callable[..., Any] = flash_attn_varlen_func
 
@@ -25,7 +25,7 @@ class Flash4Backend:
 
 
 class Flash4Attention:
-    """`max_length` bounds every sequence; it sizes the grid only. Its output buffer is zero where nothing is written."""
+    """`max_length` bounds every sequence; it sizes the grid only. Rows that no sequence owns are zero."""
 
     def __init__(self, function: Callable[..., Any], cu_seqlens: Tensor, max_length: int) -> None:
         self._function = function

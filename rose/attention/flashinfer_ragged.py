@@ -26,7 +26,7 @@ class FlashInferBackend:
     """`num_plans` at least the steps in flight plus one. Raises ImportError where FlashInfer cannot be imported."""
 
     def __init__(self, kernel: Kernel, device: torch.device | str, dtype: torch.dtype, *, num_plans: int = 4) -> None:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # type: ignore[import-not-found]
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper
         self._kernel = kernel

@@ -52,10 +52,10 @@ class Defaults(NamedTuple):
     int8_tanh: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])  # one compilation for every step
 def _partial_sums_kernel(
     hidden_ptr, cu_seqlens_ptr, table_ptr, partial_ptr, num_seqs, hidden_size,
-    DEFAULT_POOLING: tl.constexpr, SEQS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DEFAULT_POOLING: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """partial[tile] = sum of the tile's tokens. Sequence i owns tiles from cu_seqlens[i] // TOKENS + i on."""
     tile = tl.program_id(0)
@@ -64,9 +64,11 @@ def _partial_sums_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    seq = tl.arange(0, SEQS)
-    ends = tl.load(cu_seqlens_ptr + 1 + seq, mask=seq < num_seqs, other=0)
-    row = tl.sum(((seq < num_seqs) & (ends // TOKENS + seq + 1 <= tile)).to(tl.int32), axis=0)
+    row = tile * 0
+    for begin in range(0, num_seqs, 128):
+        seq = begin + tl.arange(0, 128)
+        ends = tl.load(cu_seqlens_ptr + 1 + seq, mask=seq < num_seqs, other=0)
+        row += tl.sum(((seq < num_seqs) & (ends // TOKENS + seq + 1 <= tile)).to(tl.int32), axis=0)
     if row < num_seqs:
         pooling = tl.load(table_ptr + row * _COLUMNS + _POOLING)
         pooling = tl.where(pooling < 0, DEFAULT_POOLING, pooling)
@@ -213,7 +215,7 @@ def _launch(
         columns = min(_TILE_COLUMNS, block)
         _partial_sums_kernel[(num_tiles, triton.cdiv(hidden_size, columns))](
             source, cu_seqlens, table, partial, num_seqs, hidden_size,
-            DEFAULT_POOLING=pooling, SEQS=next_power_of_2(num_seqs), TOKENS=_TILE_TOKENS, BLOCK=columns,
+            DEFAULT_POOLING=pooling, TOKENS=_TILE_TOKENS, BLOCK=columns,
             num_warps=2, **pdl(source),
         )  # fmt: skip
     floats = None if values is None else values[: len(values) // 4 * 4].view(torch.float32)

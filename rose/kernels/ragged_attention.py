@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rose.kernels.launch import next_power_of_2, pdl
+from rose.kernels.launch import pdl
 
 _LOG2_E = 1.4426950408889634
 
@@ -50,11 +50,13 @@ def default_tiles(head_dim: int, num_tokens: int) -> Tiles:
 
 
 @triton.jit
-def _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, SEQS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, BLOCK_M: tl.constexpr):
     """(sequence, its start, its end, first row of the tile in it); sequence num_seqs is what lies behind the last."""
-    seq = tl.arange(0, SEQS)
-    ends = tl.load(cu_seqlens_ptr + 1 + seq, mask=seq < num_seqs, other=0)
-    found = tl.sum(((seq < num_seqs) & (ends // BLOCK_M + seq + 1 <= tile)).to(tl.int32), axis=0)
+    found = tile * 0
+    for begin in range(0, num_seqs, 128):
+        seq = begin + tl.arange(0, 128)
+        ends = tl.load(cu_seqlens_ptr + 1 + seq, mask=seq < num_seqs, other=0)
+        found += tl.sum(((seq < num_seqs) & (ends // BLOCK_M + seq + 1 <= tile)).to(tl.int32), axis=0)
     start = tl.load(cu_seqlens_ptr + found)
     end = tl.load(cu_seqlens_ptr + found + 1, mask=found < num_seqs, other=0)
     end = tl.where(found < num_seqs, end, num_tokens)
@@ -80,18 +82,18 @@ def _softmax_block(
     return acc, new_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])  # one compilation for every step
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, num_seqs, num_tokens, q_stride, k_stride, v_stride, scale,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
-    SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # causal: the longest rows of a sequence first
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    found, start, end, first = _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, SEQS, BLOCK_M)
+    found, start, end, first = _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, BLOCK_M)
     length = end - start
     if first < length:
         row = first + tl.arange(0, BLOCK_M)
@@ -155,12 +157,12 @@ def _turned(at, present, position, weight_ptr, cos_ptr, sin_ptr, eps, HALF: tl.c
     return (first * cos - second * sin).to(ELEMENT), (second * cos + first * sin).to(ELEMENT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])  # one compilation for every step
 def _attend_rope_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
     num_seqs, num_tokens, q_stride, k_stride, v_stride, scale, eps,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
-    SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0)
@@ -168,7 +170,7 @@ def _attend_rope_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    found, start, end, first = _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, SEQS, BLOCK_M)
+    found, start, end, first = _find(cu_seqlens_ptr, tile, num_seqs, num_tokens, BLOCK_M)
     length = end - start
     if first < length:
         row = first + tl.arange(0, BLOCK_M)
@@ -223,14 +225,14 @@ def ragged_attention(
     tiles: Tiles | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], cu_seqlens int32 [N+1] on the device -> like q, contiguous.
+    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], cu_seqlens int32 [N+1] -> like q, contiguous.
 
     float16 or bfloat16; head_dim a power of two from 16 on; tokens may be any distance apart (views of a packed
     buffer), heads and their values must follow each other. heads is a multiple of kv_heads. Rows behind the last
     sequence come out zero. `rope`: q and k are raw projections, to be normalised and turned here.
     """
     num_tokens, num_heads, head_dim = q.shape
-    assert q.stride()[1:] == (head_dim, 1) and k.stride()[1:] == (head_dim, 1) and v.stride()[1:] == (head_dim, 1), (
+    assert {x.stride()[1:] for x in (q, k, v)} == {(head_dim, 1)}, (
         "heads must be contiguous within a token: pass views of the packed projections"
     )
     num_seqs = len(cu_seqlens) - 1
@@ -239,7 +241,7 @@ def ragged_attention(
     grid = (num_heads, num_tokens // tiles.block_m + num_seqs + 1)
     shape = {
         "GROUP": num_heads // k.shape[1], "NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "CAUSAL": causal,
-        "SEQS": next_power_of_2(num_seqs), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "num_warps": tiles.num_warps,
     }  # fmt: skip
     strides = (q.stride(0), k.stride(0), v.stride(0))

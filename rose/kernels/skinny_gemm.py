@@ -74,7 +74,7 @@ def _product(
     return acc, acc_up, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for every step
 def _skinny_gemm_kernel(
     x_ptr, weight_ptr, out_ptr, residual_ptr, partial_ptr, arrived_ptr, num_rows, num_columns, x_stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, K: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -165,7 +165,7 @@ def skinny_gemm(
     gated = epilogue == "silu_mul"
     num_columns = len(weight) // 2 if gated else len(weight)
     tiles = default_tiles(num_rows, num_columns, k, epilogue) if tiles is None else tiles
-    assert num_columns % tiles.block_n == 0 and k % (tiles.block_k * tiles.split_k) == 0, (
+    assert num_columns % tiles.block_n == k % (tiles.block_k * tiles.split_k) == 0, (
         f"a product of {num_columns} columns and depth {k} does not divide into {tiles}: choose other tiles"
     )
     assert tiles.split_k == 1 or (norm_eps is None and not gated and workspace is not None), (
