@@ -37,7 +37,6 @@ from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.skinny_gemm import Workspace, fold_norm, skinny_gemm
-from rose.layers.rotary import rotate
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 TOKENS = (128, 512, 4096, 12800)
@@ -165,7 +164,7 @@ def rope_cases(tokens: int) -> Iterator[Case]:
         c, s = cos[positions][:, None], sin[positions][:, None]
         parts = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         q, k = (
-            rotate(F.rms_norm(x, (HEAD_DIM,), w.float(), 1e-6), c, s)
+            turned_by(F.rms_norm(x, (HEAD_DIM,), w.float(), 1e-6), c, s)
             for x, w in zip(parts, (q_weight, k_weight), strict=False)
         )
         return torch.cat([q, k, parts[2]], dim=1).flatten(1)
@@ -188,6 +187,11 @@ def rope_cases(tokens: int) -> Iterator[Case]:
 
     variants = {"triton": simple(ours, make, want), "flashinfer (3 kernels)": simple(flashinfer, make, want)}
     yield Case(f"qk_norm_rope 16:8x128 T={tokens}", 2 * 2 * tokens * turned, 0, variants)
+
+
+def turned_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def embedding_cases(tokens: int) -> Iterator[Case]:

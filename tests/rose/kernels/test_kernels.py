@@ -9,11 +9,23 @@ from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
-from rose.layers.rotary import Rotary, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def rotation(head_dim: int, num_positions: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [positions, head_dim / 2]."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    angles = torch.outer(torch.arange(num_positions, device=DEVICE).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] by cos, sin [T, 1, head_dim / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -79,14 +91,14 @@ def test_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", [True, False])
 def test_qk_norm_rope(norm: bool, head_dim: int, dtype: torch.dtype) -> None:
     num_heads, num_kv_heads, num_tokens = 6, 3, 4  # 9 heads: the second program is not full
-    rotary = Rotary(head_dim, 16, 10_000.0).to(DEVICE)
+    cos, sin = rotation(head_dim, 16, 10_000.0)
     positions = torch.tensor([0, 1, 0, 15], dtype=torch.int32, device=DEVICE)
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     weights = (random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)) if norm else (None, None)
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     q, k, v = qkv.clone().split(sizes, dim=-1)
     qk_norm_rope(
-        qkv, *weights, positions, rotary.cos, rotary.sin,
+        qkv, *weights, positions, cos, sin,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
     )  # fmt: skip
     parts = qkv.split(sizes, dim=-1)
@@ -94,7 +106,7 @@ def test_qk_norm_rope(norm: bool, head_dim: int, dtype: torch.dtype) -> None:
         heads = raw.float().unflatten(-1, (-1, head_dim))
         if weight is not None:
             heads = F.rms_norm(heads, (head_dim,), weight.float(), 1e-6)
-        close(actual, rotate(heads, *rotary(positions.long())).flatten(1), dtype)
+        close(actual, rotate(heads, cos[positions.long()][:, None], sin[positions.long()][:, None]).flatten(1), dtype)
     assert torch.equal(parts[2], v)
 
 

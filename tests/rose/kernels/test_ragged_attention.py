@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
-from rose.layers.rotary import Rotary
+from tests.rose.kernels.test_kernels import rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -77,17 +77,17 @@ def test_same_grid_other_lengths() -> None:
 def test_norm_and_rotation_in_flight(causal: bool) -> None:
     num_heads, num_kv_heads, head_dim, lengths = 4, 2, 64, [18, 0, 1, 35]
     num_tokens = sum(lengths) + 4
-    rotary = Rotary(head_dim, 64, 1e6).to(DEVICE)
+    cos, sin = rotation(head_dim, 64, 1e6)
     qkv = packed(num_tokens, num_heads, num_kv_heads, head_dim)
     weights = [1 + 0.1 * torch.randn(head_dim, device=DEVICE) for _ in range(2)]
-    rope = Rope(*weights, rotary.cos, rotary.sin, 1e-6)
+    rope = Rope(*weights, cos, sin, 1e-6)
     out = ragged_attention(
         *split(qkv, num_heads, num_kv_heads, head_dim), offsets(lengths),
         scale=head_dim**-0.5, causal=causal, rope=rope, tiles=TILES,
     )  # fmt: skip
     positions = torch.cat([torch.arange(n) for n in (*lengths, 4)]).to(DEVICE, torch.int32)
     qk_norm_rope(
-        qkv, *weights, positions, rotary.cos, rotary.sin,
+        qkv, *weights, positions, cos, sin,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
     )  # fmt: skip
     expected = reference(*split(qkv, num_heads, num_kv_heads, head_dim), lengths, causal)
