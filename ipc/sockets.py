@@ -43,6 +43,14 @@ class Socket:
         self._lock = lock
         self._path = path
 
+    def bind(self, endpoint: str) -> None:
+        """A further endpoint of a ROUTER, tcp:// say. Raises EndpointInUse."""
+        try:
+            self.raw.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EndpointInUse(f"cannot bind {endpoint}: {error}") from None
+
     def send(self, frames: Sequence[Frame]) -> None:
         """Sends now or raises PeerFull, PeerGone or MessageTooLarge. On a ROUTER frame 0 is the peer's identity."""
         for frame in frames:

@@ -4,6 +4,7 @@ from msgspec import Struct
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    listen: str | None = None  # for gateways of other hosts, beside the Unix socket: tcp://address:port
     max_pending_requests: int = 8192  # chunks in the pool; beyond: 429
     max_pending_tokens: int = 2_000_000
     bulk_share: float = 0.1  # of each step's tokens, kept for bulk work while there is some

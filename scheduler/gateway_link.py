@@ -69,7 +69,10 @@ class GatewayLink:
         self._events = events
         self._log = log
         self._gateways: dict[int, Gateway] = {}  # by incarnation
-        self._socket = EventSocket(router(context, endpoint), self._on_message, asyncio.get_running_loop())
+        socket = router(context, endpoint)
+        if config.listen is not None:
+            socket.bind(config.listen)
+        self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop())
 
     # --- for the loop ---------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ _RANGES: list[tuple[str, float, float]] = [
     ("spin_us", 0, 1_000_000),
 ]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
+_TCP = re.compile(r"tcp://[A-Za-z0-9._*-]+:[0-9]{1,5}")
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9._/@+=,~ -]+")
 
 
@@ -92,6 +93,11 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
             yield f"{key}.name: {model.name!r} is too like models[{first}].name ({config.models[first].name!r})"
         if model.rank.device not in DEVICES:
             yield f"{key}.rank.device: must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}, got {model.rank.device!r}"
+        if model.scheduler.listen is not None:
+            if not _TCP.fullmatch(model.scheduler.listen):
+                yield f"{key}.scheduler.listen: must be tcp://address:port, got {model.scheduler.listen!r}"
+            if model.replicas > 1:
+                yield f"{key}.scheduler.listen: one endpoint cannot serve {model.replicas} replicas; set replicas = 1"
         if model.tensor_parallel_size > 1:
             yield f"{key}.tensor_parallel_size: {model.tensor_parallel_size} is not supported yet; only 1 is"
 

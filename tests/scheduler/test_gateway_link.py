@@ -1,15 +1,16 @@
 """Replies that a gateway's socket does not take, and gateways that go: nothing is lost in silence."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from ipc.codec import TO_SCHEDULER, encode
-from ipc.control import Quarantine, Status
-from ipc.sockets import Frame, PeerFull, PeerGone
+from ipc.codec import TO_GATEWAY, TO_SCHEDULER, encode
+from ipc.control import Hello, Quarantine, Status
+from ipc.sockets import EndpointInUse, Frame, PeerFull, PeerGone
 from ipc.submit import Rejected, Submit
 from scheduler import gateway_link
 from scheduler.config import SchedulerConfig
@@ -127,3 +128,22 @@ async def test_a_submit_of_too_few_frames_still_reaches_the_door(link: tuple[Gat
     made._on_message([b"id", encode(Submit(5, 1, 2, [1], 100))])
     assert [submit.chunk_id for submit in events.submits] == [1, 2]  # which rejects it by its size
     assert isinstance(TO_SCHEDULER.decode(encode(events.submits[1])), Submit)
+
+
+async def test_a_scheduler_also_listens_on_tcp(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with zmq.Context() as context:
+        events = Events()
+        config = SchedulerConfig(listen=f"tcp://127.0.0.1:{port}")
+        opened = GatewayLink(context, f"ipc://{tmp_path}/g", 1, config, Stats("m/0"), events, lambda *_, **__: None)
+        far = context.socket(zmq.DEALER)
+        far.connect(f"tcp://127.0.0.1:{port}")
+        far.send_multipart([encode(Hello(7, "gateway", 0, 1))])
+        await asyncio.sleep(0.2)
+        assert isinstance(TO_GATEWAY.decode(far.recv_multipart(zmq.DONTWAIT)[0]), Status)
+        with pytest.raises(EndpointInUse, match="cannot bind tcp"):
+            GatewayLink(context, f"ipc://{tmp_path}/h", 1, config, Stats("m/1"), events, lambda *_, **__: None)
+        opened.close()
+        far.close(linger=0)

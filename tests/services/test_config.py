@@ -99,6 +99,11 @@ def test_paths_become_absolute() -> None:
         ({"models": [{**MODEL, "source": "hf:x"}]}, "models[0].source: 'hf:x' is not hf:owner/name"),
         ({"models": [{**MODEL, "source": "pypi:x>=1"}]}, "models[0].source: 'pypi:x>=1' is not pypi:name==version"),
         ({"models": [{**MODEL, "source": "pypi:x==1"}]}, "models[0].source: 'pypi:x==1' has no known checksum"),
+        ({"scheduler": {"listen": "ipc:///x"}}, "models[0].scheduler.listen: must be tcp://address:port, got"),
+        (
+            {"models": [{**MODEL, "replicas": 2}], "scheduler": {"listen": "tcp://*:1"}},
+            "models[0].scheduler.listen: one endpoint cannot serve 2 replicas",
+        ),
         ({"run_dir": "/" + 90 * "x"}, "run_dir: socket path is"),
         ({"run_dir": "/tmp/a;b"}, "run_dir: '/tmp/a;b' may hold only"),
         ({"gateway": {"max_request_tokens": 3_000_000}}, "models[0].scheduler.max_pending_tokens: 2000000 is less"),
