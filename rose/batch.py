@@ -49,10 +49,10 @@ class EncodeBatch(NamedTuple):
         return hidden[self.sequences.cu_seqlens[1:] - 1]
 
 
-def step_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, max_parts: int) -> list[Rows]:
-    """The rows of an encode step, in at most `max_parts` parts of about equal tokens.
+def check_step(plan: StepPlan, arrays: Arrays, facts: ModelFacts) -> NDArray[np.bool_] | None:
+    """Which of the step's tokens [T] are outside the vocabulary; None where none is, as nearly always.
 
-    An id outside the vocabulary is read as 0, in a copy: its row fails alone.
+    Their rows fail alone; whatever else is wrong with a step is a fault of the scheduler.
     """
     cu_seqlens = cast(Int32s, arrays["cu_seqlens"][: plan.num_seqs + 1])
     input_ids = cast(Int32s, arrays["input_ids"][: plan.num_tokens])
@@ -63,9 +63,20 @@ def step_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, max_parts: int)
     assert lengths.max() <= facts.max_model_len, (
         f"step {plan.step} has a sequence of {lengths.max()} tokens, over max_model_len: refuse it at the door"
     )
-    bad_tokens = np.zeros(plan.num_seqs, np.bool_)
     outside = input_ids.view(np.uint32) >= facts.vocab_size  # negative ids wrap to large ones
-    if outside.any():
+    return outside if outside.any() else None
+
+
+def step_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, max_parts: int) -> list[Rows]:
+    """The rows of an encode step, in at most `max_parts` parts of about equal tokens.
+
+    An id outside the vocabulary is read as 0, in a copy: its row fails alone.
+    """
+    outside = check_step(plan, arrays, facts)
+    cu_seqlens = cast(Int32s, arrays["cu_seqlens"][: plan.num_seqs + 1])
+    input_ids = cast(Int32s, arrays["input_ids"][: plan.num_tokens])
+    bad_tokens = np.zeros(plan.num_seqs, np.bool_)
+    if outside is not None:
         input_ids = np.where(outside, 0, input_ids)
         bad_tokens = np.logical_or.reduceat(outside, cu_seqlens[:-1])
     table = cast(Int32s, arrays["rows"])

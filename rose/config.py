@@ -12,6 +12,10 @@ class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_model_len: int | None = None  # None: what the model's files say
     max_num_batched_tokens: int | None = None  # tokens of one step; None: the model's measured default
     max_num_seqs: int | None = None
+    attention: str = "auto"  # auto | sdpa | triton | fa2 | fa3 | flash4; auto: by measured table (CUDA)
+    capture: Literal["lazy", "list", "eager", "off"] = "list"  # when CUDA graphs are made: see rose/graph_policy.py
+    max_graphs: int = 192
+    max_graph_tokens: int | None = None  # larger steps run without a graph; None: measured at start
     num_threads: int | None = None  # CPU threads of the forward pass; None: all cores
     num_steps_in_flight: int = 2
     memory_fraction: float = 0.9  # of the device's memory

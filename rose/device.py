@@ -1,13 +1,10 @@
-"""What differs between devices: names, page-locking, and how a step is launched on a GPU."""
+"""What differs between devices: their names, and page-locking."""
 
-from collections.abc import Callable, Sequence
+import contextlib
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from rose.lazy_tensor import CudaLazyTensor
-from rose.runner import OutOfMemory
 
 
 def resolve_device(name: str) -> str:
@@ -29,28 +26,13 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
 
 
 def pin(memory: NDArray[np.uint8]) -> bool:
-    """Page-locks a mapping, so that copies from and to it are asynchronous; tells whether that worked.
-
-    Where it does not (a low locked-memory limit), copies wait for the device: as right, only slower.
-    """
-    return int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
+    """Page-locks a mapping, so that copies from and to it are asynchronous; tells whether the driver did it."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # the driver reports its refusal once more, to the next launch
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def unpin(memory: NDArray[np.uint8]) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
-
-
-def launch_on_cuda(works: Sequence[Callable[[], None]]) -> CudaLazyTensor:
-    """Enqueues the works on the current stream, and behind them the event that tells of their end.
-
-    Raises OutOfMemory where the device's memory does not suffice.
-    """
-    try:
-        with torch.inference_mode():
-            for work in works:
-                work()
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(str(error)) from error
-    event = torch.cuda.Event()
-    event.record()
-    return CudaLazyTensor(event)

@@ -4,6 +4,7 @@ Knows neither processes nor threads. Everything here is a launch: on a GPU nothi
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from rose.attention.interface import AttentionBackend
 from rose.batch import Rows, encode_batch
 from rose.layers.activation import Activation, activation
 from rose.layers.linear import Linear
-from rose.layers.packed_linear import pack_linears
 from rose.models.config import ModelConfig
 from rose.models.registry import build_model
 from rose.models.task import DenseSpec, EmbedTask, ScoreTask
@@ -22,23 +22,30 @@ from rose.pooling import OutputDefaults, RowGroup, convert, group_rows, pool
 from rose.weights.loader import load_weights, weight_files
 
 
-class Encoder:
-    """A model with its task's head."""
+class EncoderParts(NamedTuple):
+    """A loaded model; `head` follows in float32: projections of pooled vectors, or the activation of scores."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: Activation | nn.Sequential,
-        task: EmbedTask | ScoreTask,
-        attention: AttentionBackend,
-        device: str,
-    ) -> None:
-        self._model = model
-        self._head = head
+    model: nn.Module
+    head: Activation | nn.Sequential
+    task: EmbedTask | ScoreTask
+
+    @property
+    def defaults(self) -> OutputDefaults:
+        task = self.task
+        if isinstance(task, ScoreTask):
+            return OutputDefaults("cls", task.num_labels, False, "scaled")
+        return OutputDefaults(task.pooling, task.dimension, task.normalize, task.int8)
+
+
+class Encoder:
+    """Runs steps as they are, in torch's own operators: on CPU, and as the reference of everything else."""
+
+    def __init__(self, parts: EncoderParts, attention: AttentionBackend, device: torch.device) -> None:
+        self._model, self._head, task = parts
         self._attention = attention
-        self._device = torch.device(device)
+        self._device = device
         self._pools = isinstance(task, EmbedTask)
-        self._defaults = _defaults(task)
+        self._defaults = parts.defaults
 
     def run(self, rows: Rows) -> None:
         """Forward pass of `rows`, results into its `status` and `values`."""
@@ -58,32 +65,23 @@ class Encoder:
 
 
 def load_encoder(
-    directory: Path,
-    config: ModelConfig,
-    task: EmbedTask | ScoreTask,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    attention: AttentionBackend,
-) -> Encoder:
+    directory: Path, config: ModelConfig, task: EmbedTask | ScoreTask, device: torch.device, dtype: torch.dtype
+) -> EncoderParts:
     """Builds the model on `device` and streams its weights. Raises ModelError."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with device:
             model = build_model(config, task)
     finally:
         torch.set_default_dtype(default)
     load_weights(model, weight_files(directory))
-    with torch.device(device):
+    with device:
         head = _build_head(task)
-    model.requires_grad_(False).eval()
-    pack_linears(model)
-    return Encoder(model, head, task, attention, device)
+    return EncoderParts(model.requires_grad_(False).eval(), head, task)
 
 
 def _build_head(task: EmbedTask | ScoreTask) -> Activation | nn.Sequential:
-    """What follows in float32, whatever the model's dtype: projections of pooled vectors, or scores from logits."""
     if isinstance(task, ScoreTask):
         return activation(task.act)
     return nn.Sequential(*(_load_dense(spec) for spec in task.dense)).requires_grad_(False)
@@ -94,12 +92,6 @@ def _load_dense(spec: DenseSpec) -> nn.Module:
     layer.prefixes = ("linear.",)  # type: ignore[assignment]
     load_weights(layer, weight_files(spec.directory))
     return layer
-
-
-def _defaults(task: EmbedTask | ScoreTask) -> OutputDefaults:
-    if isinstance(task, ScoreTask):
-        return OutputDefaults("cls", task.num_labels, False, "scaled")
-    return OutputDefaults(task.pooling, task.dimension, task.normalize, task.int8)
 
 
 def _write(group: RowGroup, vectors: Tensor, failed: Tensor, defaults: OutputDefaults, values: Tensor) -> None:

@@ -14,6 +14,7 @@ Mode = Literal["eager", "capture", "replay"]
 
 SMALL_TOKENS = 1024  # up to here in steps of 64, above in steps of 256
 SMALL_STEP, LARGE_STEP = 64, 256
+HOST_BACKENDS = ("sdpa",)  # attention whose launches depend on lengths: a graph would keep one step's
 MAX_SEEN = 4096  # shapes remembered that have no graph (yet)
 
 
@@ -44,12 +45,12 @@ def padded_tokens(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def encode_shapes(max_num_seqs: int, max_num_tokens: int) -> list[tuple[int, int]]:
+def encode_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[tuple[int, int]]:
     """Every (num_seqs, num_tokens) that steps up to these sizes can be padded to, smallest first."""
     seqs = sorted({padded_seqs(n, max_num_seqs) for n in range(1, max_num_seqs + 1)})
     tokens = [n for n in range(SMALL_STEP, max_num_tokens + 1, SMALL_STEP) if padded_tokens(n) == n]
     # half the sequences of a bucket, and one more, have a token each at least
-    return [(s, t) for t in tokens for s in seqs if s // 2 + 1 <= t or s == 1]
+    return [(s, t) for t in tokens for s in seqs if s // 2 < t <= padded_tokens(s * max_model_len)]
 
 
 class GraphPolicy:
@@ -67,11 +68,11 @@ class GraphPolicy:
         self._graphs: OrderedDict[GraphKey, None] = OrderedDict()  # captured, least recently used first
         self._seen: OrderedDict[GraphKey, None] = OrderedDict()  # run eagerly once
         listed = known if capture in ("list", "eager") else ()
-        self._waiting = deque([key for key in listed if self._may_capture(key)][: self._max_graphs])
+        self._waiting = deque([key for key in listed if self.may_capture(key)][: self._max_graphs])
 
     def decide(self, key: GraphKey) -> Decision:
         """How the step about to be launched runs; remembers that it did."""
-        if not self._may_capture(key):
+        if not self.may_capture(key):
             return Decision("eager")
         if key in self._graphs:
             self._graphs.move_to_end(key)
@@ -96,6 +97,9 @@ class GraphPolicy:
         self._graphs.pop(key, None)
         self._see(key)
 
+    def may_capture(self, key: GraphKey) -> bool:
+        return self._max_graphs > 0 and key.num_tokens <= self._max_tokens and key.backend not in HOST_BACKENDS
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -104,9 +108,6 @@ class GraphPolicy:
     def captured(self) -> list[GraphKey]:
         """Least recently used first."""
         return list(self._graphs)
-
-    def _may_capture(self, key: GraphKey) -> bool:
-        return self._max_graphs > 0 and key.num_tokens <= self._max_tokens
 
     def _add(self, key: GraphKey) -> GraphKey | None:
         """Counts `key` as captured; returns the graph that leaves for it."""

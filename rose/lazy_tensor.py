@@ -5,6 +5,7 @@ What computes the result is elsewhere: threads (rose.cpu_stream) or a CUDA strea
 
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -72,13 +73,22 @@ class CpuLazyTensor:
 
 
 class CudaLazyTensor:
-    """Ready when the event behind the step's copies has passed. Only polling tells."""
+    """Ready when the event behind the step's copies has passed. Only polling tells.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    `landed` is called then, once: what the host still has to do before the outputs are in the slot.
+    """
+
+    def __init__(self, event: torch.cuda.Event, landed: Callable[[], None] | None = None) -> None:
         self._event = event
+        self._landed = landed
 
     def ready(self) -> bool:
-        return self._event.query()
+        if not self._event.query():
+            return False
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            landed()
+        return True
 
     def fileno(self) -> int:
         return -1

@@ -5,6 +5,7 @@ length tried, and than explicit matrix products; torch's nested tensors have no 
 """
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,25 @@ class SdpaBackend:
     def ragged(self, sequences: Sequences) -> Attend:
         lengths = sequences.lengths
         return _attend_equal(len(lengths)) if len(set(lengths)) == 1 else _attend_each(lengths)
+
+    def static(self, cu_seqlens: Tensor, num_tokens: int, shape: AttentionShape) -> "SdpaStatic":
+        return SdpaStatic()
+
+
+class SdpaStatic:
+    """For padded steps. Lengths are numbers of the launch: runs on static buffers, but must not be captured."""
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+
+    def prepare(self, cu_seqlens_host: list[int]) -> None:
+        self._lengths = [end - start for start, end in pairwise(cu_seqlens_host) if end > start]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        num_tokens = sum(self._lengths)
+        out = q.new_zeros(q.shape)
+        out[:num_tokens] = _attend_each(self._lengths)(q[:num_tokens], k[:num_tokens], v[:num_tokens], shape)
+        return out
 
 
 def _attend_equal(num_sequences: int) -> Attend:

@@ -28,10 +28,12 @@ def test_sequence_buckets_end_at_the_most(num_seqs: int, padded: int) -> None:
 
 
 def test_the_shapes_are_those_that_steps_are_padded_to() -> None:
-    shapes = encode_shapes(max_num_seqs=12, max_num_tokens=1536)
+    shapes = encode_shapes(max_num_seqs=12, max_num_tokens=1536, max_model_len=500)
     assert len(shapes) == len(set(shapes))
     reachable = {
-        (padded_seqs(seqs, 12), padded_tokens(tokens)) for seqs in range(1, 13) for tokens in range(seqs, 1537)
+        (padded_seqs(seqs, 12), padded_tokens(tokens))
+        for seqs in range(1, 13)
+        for tokens in range(seqs, min(seqs * 500, 1536) + 1)
     }
     assert set(shapes) == reachable
 
@@ -49,6 +51,7 @@ def test_backends_have_graphs_of_their_own() -> None:
 
 def test_large_steps_and_off_stay_eager() -> None:
     assert modes(GraphPolicy("lazy", max_graphs=8, max_tokens=4096), [key(1, 4352)] * 3) == ["eager"] * 3
+    assert modes(GraphPolicy("lazy", max_graphs=8, max_tokens=4096), [key(backend="sdpa")] * 3) == ["eager"] * 3
     assert modes(GraphPolicy("off", max_graphs=8, max_tokens=4096), [key()] * 3) == ["eager"] * 3
 
 

@@ -1,0 +1,233 @@
+"""An encoder's steps on a GPU: one copy in, one graph, one copy out. See rose.encoder_runner for the interface.
+
+Nothing on the way from plan to LazyTensor waits for the device; the host reads offsets and ids, and writes into the
+slot only what makes it a padded step.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from ipc.step import ROW_STATUS, STATUS_BAD_TOKEN, STATUS_OK, StepPlan
+from ipc.step_ring import Arrays, StepRing
+from ipc.types import ModelFacts
+from rose.attention.backends import Backends
+from rose.attention.interface import Attend, AttentionShape, Sequences
+from rose.attention.static import StaticAttention
+from rose.batch import Int32s, check_step
+from rose.config import RankConfig
+from rose.cuda_stream import Bytes, CudaStream, StepStream
+from rose.encoder import EncoderParts
+from rose.graph_policy import GraphKey, GraphPolicy, encode_shapes, padded_seqs, padded_tokens
+from rose.graphs import GraphManager
+from rose.layers.kernel_layers import use_kernels
+from rose.models.config import ModelConfig
+from rose.models.task import EmbedTask
+from rose.runner import LazyTensor, OutOfMemory
+from rose.shape_list import read_shapes, write_shapes
+from rose.static_encoder import StaticEncoder
+from rose.step_buffers import StepBuffers
+
+TYPICAL_LENGTH = 512  # of the sequences that the crossover is measured with
+CROSSOVER_MARGIN = 2.0  # a launching thread has neighbours, the GPU has none
+
+
+class CudaEncoder:
+    """`stream` is the device's; `shapes` is where the list of captured shapes is kept, if anywhere.
+
+    Raises ValueError for an attention backend that cannot run here, torch.OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        parts: EncoderParts,
+        model: ModelConfig,
+        facts: ModelFacts,
+        config: RankConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        stream: StepStream | None = None,
+        shapes: Path | None = None,
+    ) -> None:
+        self._facts = facts
+        self._num_tokens = self._num_padding = 0
+        use_kernels(parts.model)
+        self._buffers = StepBuffers(facts, device)
+        self._stream = stream or CudaStream(facts.num_steps_in_flight, self._buffers.region_bytes)
+        shape = AttentionShape(
+            model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim**-0.5, model.causal
+        )
+        self._backends = Backends(
+            shape, dtype, device, override=config.attention, num_plans=facts.num_steps_in_flight + 2
+        )
+        pools = isinstance(parts.task, EmbedTask)
+        self._encoder = StaticEncoder(
+            parts.model,
+            None if isinstance(parts.task, EmbedTask) and not parts.task.dense else parts.head,
+            self._buffers,
+            parts.defaults,
+            pools=pools,
+            has_token_types=model.type_vocab_size > 1,
+        )
+        self._max_graph_tokens = self._crossover() if config.max_graph_tokens is None else config.max_graph_tokens
+        self._shapes = shapes
+        self._graphs = GraphManager(
+            self._policy(config),
+            self._stream,
+            attention=self._static_attention,
+            attend_once=self._attend_once,
+            forward=self._encoder.forward,
+            free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
+            on_capture=self._keep_shapes,
+        )
+        while config.capture == "eager" and self._graphs.capture_listed(self._fill):
+            pass
+        self._stream.drain()
+
+    def encode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
+        """Raises OutOfMemory."""
+        outside = check_step(plan, arrays, self._facts)
+        num_seqs, num_tokens = plan.num_seqs, plan.num_tokens
+        key = self._key(num_seqs, num_tokens)
+        table, offsets = cast(Int32s, arrays["rows"][:num_seqs]), cast(Int32s, arrays["cu_seqlens"])
+        offsets[num_seqs + 1 : key.num_seqs + 1] = num_tokens  # empty sequences
+        if outside is not None:
+            for row in range(num_seqs):
+                bad = outside[offsets[row] : offsets[row + 1]].any()
+                table[row, ROW_STATUS] = STATUS_BAD_TOKEN if bad else STATUS_OK
+        self._num_tokens += num_tokens
+        self._num_padding += key.num_tokens - num_tokens
+        buffers, stream = self._buffers, self._stream
+        num_input_bytes, num_output_bytes = buffers.input_bytes(num_tokens), buffers.output_bytes(table)
+        stream.copy_in(buffers.inputs[:num_input_bytes], cast(Bytes, arrays["inputs"][:num_input_bytes]))
+        try:
+            self._graphs.run(key, offsets[: key.num_seqs + 1].tolist())
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from error
+        stream.copy_out(buffers.outputs[:num_output_bytes], cast(Bytes, arrays["outputs"][:num_output_bytes]))
+        return stream.finish()
+
+    def idle(self) -> LazyTensor:
+        """Captures one listed shape, if any is left."""
+        try:
+            self._graphs.capture_listed(self._fill)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from error
+        return self._stream.finish()
+
+    def attach(self, ring: StepRing | None) -> None:
+        self._stream.attach(None if ring is None else ring.memory)
+
+    def drain(self) -> None:
+        self._stream.drain()
+
+    def close(self) -> None:
+        self._stream.drain()
+
+    def figures(self) -> dict[str, float]:
+        counters = self._graphs.counters
+        return {
+            "graph_replays_total": counters.replays,
+            "graph_captures_total": counters.captures,
+            "graph_evictions_total": counters.evictions,
+            "graph_capture_seconds_total": counters.capture_seconds,
+            "graph_longest_capture_seconds": counters.longest_capture_seconds,
+            "graph_memory_bytes": counters.memory_bytes,
+            "graphs": self._graphs.num_graphs,
+            "graphs_waiting": self._graphs.num_waiting,
+            "graph_max_tokens": self._max_graph_tokens,
+            "eager_steps_total": counters.eager,
+            "tokens_total": self._num_tokens,
+            "padding_tokens_total": self._num_padding,
+            **_memory_figures(),
+        }
+
+    # --- shapes ---------------------------------------------------------------------------------------------
+
+    def _key(self, num_seqs: int, num_tokens: int) -> GraphKey:
+        seqs, tokens = padded_seqs(num_seqs, self._facts.max_num_seqs), padded_tokens(num_tokens)
+        return GraphKey("encode", seqs, tokens, 0, self._backends.choose(seqs, tokens))
+
+    def _policy(self, config: RankConfig) -> GraphPolicy:
+        facts = self._facts
+        known = [] if self._shapes is None else read_shapes(self._shapes)
+        if config.capture == "eager":
+            most = min(self._max_graph_tokens, padded_tokens(facts.max_num_batched_tokens))
+            known += [self._key(*shape) for shape in encode_shapes(facts.max_num_seqs, most, facts.max_model_len)]
+        known = [key for key in dict.fromkeys(known) if self._is_ours(key)]
+        return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=self._max_graph_tokens, known=known)
+
+    def _is_ours(self, key: GraphKey) -> bool:
+        """Whether steps can still have this key: limits and choices may have changed since it was listed."""
+        fits = key.num_seqs <= self._facts.max_num_seqs and key.num_tokens <= len(self._buffers.positions)
+        return fits and key == self._key(key.num_seqs, key.num_tokens)
+
+    def _keep_shapes(self) -> None:
+        if self._shapes is not None:
+            write_shapes(self._shapes, reversed(self._graphs.keys))
+
+    def _fill(self, key: GraphKey) -> list[int]:
+        """Makes the buffers a step of `key`'s: sequences of about equal length, of whatever ids are there."""
+        each = min(-(-key.num_tokens // key.num_seqs), self._facts.max_model_len)
+        offsets = torch.arange(key.num_seqs + 1, dtype=torch.int32, device=self._buffers.cu_seqlens.device)
+        self._buffers.cu_seqlens[: key.num_seqs + 1] = offsets.mul_(each).clamp_(max=key.num_tokens)
+        self._buffers.rows[: key.num_seqs].zero_()
+        return [min(row * each, key.num_tokens) for row in range(key.num_seqs + 1)]
+
+    # --- attention ------------------------------------------------------------------------------------------
+
+    def _static_attention(self, key: GraphKey) -> StaticAttention:
+        return self._backends.static(key.backend, self._buffers.cu_seqlens[: key.num_seqs + 1], key.num_tokens)
+
+    def _attend_once(self, key: GraphKey, offsets: list[int]) -> Attend:
+        sequences = Sequences(offsets, self._buffers.cu_seqlens[: key.num_seqs + 1])
+        return self._backends.once(key.backend, sequences, key.num_tokens)
+
+    # --- the crossover --------------------------------------------------------------------------------------
+
+    def _crossover(self) -> int:
+        """Tokens of a step from which on the GPU takes longer than launching its kernels one by one takes the host."""
+        if self._buffers.inputs.device.type != "cuda":
+            return len(self._buffers.positions)
+        num_tokens = len(self._buffers.positions)
+        length = min(TYPICAL_LENGTH, self._facts.max_model_len)
+        key = self._key(min(max(1, num_tokens // length), self._facts.max_num_seqs), num_tokens)
+        offsets = self._fill(key)
+
+        def run() -> None:
+            self._encoder.forward(key, self._attend_once(key, offsets))
+
+        run()  # compiles
+        launch_ms, device_ms = _time_launch(run)
+        return padded_tokens(int(CROSSOVER_MARGIN * num_tokens * launch_ms / device_ms) + 1)
+
+
+def _time_launch(run: Callable[[], None]) -> tuple[float, float]:
+    """Milliseconds that the host takes to enqueue `run`, and the device to do it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    begin.record()
+    run()
+    end.record()
+    launch_ms = (time.perf_counter() - started) * 1000
+    end.synchronize()
+    return launch_ms, begin.elapsed_time(end)
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def _memory_figures() -> dict[str, float]:
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "device_memory_allocated_bytes": torch.cuda.memory_allocated(),
+        "device_memory_reserved_bytes": torch.cuda.memory_reserved(),
+        "device_memory_peak_bytes": torch.cuda.max_memory_allocated(),
+    }

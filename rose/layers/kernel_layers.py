@@ -1,0 +1,145 @@
+"""The layers as fused kernels run them: same parameters, same interface, any dtype. `use_kernels` puts them in.
+
+Model files stay as they are; what differs between devices is which of these classes stands in for which.
+"""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rose.attention.interface import AttentionShape
+from rose.kernels.activation import gelu, silu_mul
+from rose.kernels.embedding import embed, embed_layer_norm
+from rose.kernels.norm import add_layer_norm, add_rms_norm
+from rose.kernels.qk_norm_rope import qk_norm_rope
+from rose.layers.activation import activation
+from rose.layers.embedding import Embedding, PositionedEmbeddings
+from rose.layers.linear import FusedLinear, Linear, RowsLinear
+from rose.layers.mlp import SiluMul
+from rose.layers.norm import LayerNorm, RMSNorm
+from rose.layers.rotary import Rotary, Turn, split_heads
+
+
+class KernelLinear(nn.Module):
+    """The residual addition is the product's own (beta = 1); an exact GELU takes the bias with it."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._gelu = linear.act == "gelu"
+        self._activation = None if linear.act in ("identity", "gelu") else activation(linear.act)
+
+    def forward(self, x: Tensor, *, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if norm is None else norm(x)
+        if self._gelu:
+            y = F.linear(x, self.weight)
+            y = gelu(y, self.bias, out=y)
+        elif residual is not None and self.bias is None and self._activation is None:
+            return residual.addmm_(x, self.weight.t())
+        else:
+            y = F.linear(x, self.weight, self.bias)
+            y = y if self._activation is None else self._activation(y)
+        return y if residual is None else residual.add_(y)
+
+
+class KernelRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_rms_norm(x, None, self.weight, self.eps)
+
+
+class KernelLayerNorm(nn.Module):
+    def __init__(self, norm: LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, out=x)
+
+
+class KernelSiluMul(nn.Module):
+    def __init__(self, _: SiluMul) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
+
+
+class KernelEmbedding(nn.Module):
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return embed(indices, self.weight)
+
+
+class KernelPositionedEmbeddings(nn.Module):
+    def __init__(self, embeddings: PositionedEmbeddings) -> None:
+        super().__init__()
+        self.word = embeddings.word_embeddings.weight
+        self.position = embeddings.position_embeddings.weight
+        self.token_type = embeddings.token_type_embeddings.weight
+        self.weight, self.bias = embeddings.LayerNorm.weight, embeddings.LayerNorm.bias
+        self._eps, self._position_offset = embeddings.LayerNorm.eps, embeddings.position_offset
+
+    def forward(self, input_ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
+        return embed_layer_norm(
+            input_ids,
+            positions,
+            token_types if len(self.token_type) > 1 else None,
+            word=self.word,
+            position=self.position,
+            token_type=self.token_type,
+            weight=self.weight,
+            bias=self.bias,
+            eps=self._eps,
+            position_offset=self._position_offset,
+        )
+
+
+class KernelRotary(nn.Module):
+    """Norm and rotation in one kernel, in place on the packed projections."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.cos, self.sin = rotary.cos, rotary.sin
+
+    def forward(self, positions: Tensor) -> Turn:
+        return partial(self._turn, positions)
+
+    def _turn(
+        self, positions: Tensor, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: AttentionShape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qk_norm_rope(
+            qkv, q_norm.weight, k_norm.weight, positions, self.cos, self.sin,
+            num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, eps=q_norm.eps,
+        )  # fmt: skip
+        return split_heads(qkv, shape)
+
+
+KERNEL_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    Linear: KernelLinear,
+    FusedLinear: KernelLinear,
+    RowsLinear: KernelLinear,
+    RMSNorm: KernelRMSNorm,
+    LayerNorm: KernelLayerNorm,
+    SiluMul: KernelSiluMul,
+    Embedding: KernelEmbedding,
+    PositionedEmbeddings: KernelPositionedEmbeddings,
+    Rotary: KernelRotary,
+}
+
+
+def use_kernels(model: nn.Module) -> None:
+    """Puts its kernel layer in the place of every layer of `model` that has one. The weights stay where they are."""
+    for name, child in list(model.named_children()):
+        replacement = KERNEL_LAYERS.get(type(child))
+        if replacement is None:
+            use_kernels(child)
+        else:
+            setattr(model, name, replacement(child))
