@@ -1,18 +1,30 @@
-"""What a benchmark compares: ours and others behind one small protocol. A new peer is a file and a line here."""
+"""What a benchmark compares: ours and others behind one small protocol. A new peer is a file and a line here.
+
+Two kinds: peers that encode texts when asked to (`Peer`), and servers that load is sent to (`HttpPeer`).
+"""
 
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from bench.servers import ServerSpec
+
 PEERS = {
     "ours": "bench.peers.ours:Ours",
     "sentence-transformers": "bench.peers.sentence_transformers:SentenceTransformers",
     "onnxruntime": "bench.peers.onnxruntime:OnnxRuntime",
+}
+HTTP_PEERS = {
+    "ours": "bench.peers.bouquet:Bouquet",
+    "vllm": "bench.peers.vllm:one_api_server",
+    "vllm-api4": "bench.peers.vllm:four_api_servers",
+    "vllm-default": "bench.peers.vllm:defaults",
 }
 
 
@@ -42,4 +54,42 @@ def make_peer(name: str) -> Peer:
     """Raises KeyError for an unknown name and ImportError for one whose packages are missing."""
     module, _, attribute = PEERS[name].partition(":")
     peer: Peer = getattr(import_module(module), attribute)()
+    return peer
+
+
+class HttpSetup(Struct, frozen=True):
+    """The same for every server of a run."""
+
+    models: Path  # what bench.random_model wrote
+    state: Path  # logs, process ids, caches
+    peer_site: Path | None = None  # packages of a peer that is not installed
+    device: str = "auto"  # of our ranks
+
+
+class Endpoint(Struct, frozen=True):
+    """How a running peer is asked; every one embeds at /v1/embeddings and calls its models embed and score."""
+
+    name: str
+    label: str  # for people, with the version
+    embed_url: str
+    score_url: str  # "": it does not score
+    score_path: str
+    score_field: str  # under which that route takes lists of token ids
+
+
+class HttpPeer(Protocol):
+    name: str
+    label: str
+
+    def servers(self, setup: HttpSetup) -> "list[ServerSpec]":
+        """What has to run."""
+
+    def endpoint(self) -> Endpoint:
+        """How to ask it once it does."""
+
+
+def make_http_peer(name: str) -> HttpPeer:
+    """Raises KeyError for an unknown name."""
+    module, _, attribute = HTTP_PEERS[name].partition(":")
+    peer: HttpPeer = getattr(import_module(module), attribute)()
     return peer
