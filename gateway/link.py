@@ -5,28 +5,28 @@ Knows nothing of models or of other replicas: what is lost here is handed to the
     unknown ──Hello every 500 ms──► Status ──► known (Heartbeat every 500 ms, Status comes back)
        ▲                                         │
        └── disconnected · silent for 3 s · a new incarnation: every chunk in flight is lost ──┘
+
+The same goes for a standstill of our own: the scheduler may have given us up, and would never answer.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 from msgspec import Struct
-from zmq.utils.monitor import parse_monitor_message
 
 from gateway.job import AbortReason, Chunk
 from ipc.codec import TO_GATEWAY, DecodeError, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
-from ipc.sockets import EventSocket, Frame, Socket, SocketError, dealer
+from ipc.sockets import EventSocket, Frame, SocketError, dealer
 from ipc.submit import Abort, Rejected, Result, Submit
 from ipc.types import ModelFacts
 
 HEARTBEAT_S = 0.5
-SILENCE_S = 3.0
-CONNECT_S = 0.005
-CONNECT_TRIES = 20
+SILENCE_S = 3.0  # less than the shortest gateway_heartbeat_ms that services allows
 
 
 class Sender(Struct, frozen=True):
@@ -91,11 +91,9 @@ class Link:
         self._next_chunk_id = next_chunk_id
         self._loop = asyncio.get_running_loop()
         self._status_at = 0.0
+        self._ticked_at = self._loop.time()
         socket = dealer(context, endpoint, sender.identity)
-        monitor = socket.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket = EventSocket(socket, self._on_message, self._loop)
-        self._monitor = EventSocket(Socket(monitor), self._on_event, self._loop)
-        self._introduce(CONNECT_TRIES)  # it may be connected already, before the monitor was there to tell
+        self._socket = EventSocket(socket, self._on_message, self._loop, self._on_connection)
 
     @property
     def live(self) -> bool:
@@ -141,10 +139,11 @@ class Link:
 
     def tick(self, now: float, stats: ProcessStats) -> None:
         """Every HEARTBEAT_S: says hello or proves that this process lives, and ejects a silent scheduler."""
+        stood_still, self._ticked_at = now - self._ticked_at > SILENCE_S, now
         if self.incarnation is None:
             self._say_hello()
             return
-        if now - self._status_at > SILENCE_S:
+        if stood_still or now - self._status_at > SILENCE_S:
             self.eject()
             self._say_hello()
             return
@@ -173,8 +172,6 @@ class Link:
         """Whatever is still in flight is lost."""
         self._closed = True
         self.eject()
-        self._socket.socket.raw.disable_monitor()
-        self._monitor.close()
         self._socket.close()
 
     def _on_message(self, frames: list[bytes]) -> None:
@@ -230,12 +227,11 @@ class Link:
             self._owner.on_facts(self, message.facts)
         self._set_accepting(message.state == "ready" and self.facts is not None)
 
-    def _on_event(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._introduce(CONNECT_TRIES)
-        elif event == zmq.EVENT_DISCONNECTED:
+    def _on_connection(self, connected: bool) -> None:
+        if not connected:
             self.eject()
+        elif self.incarnation is None:
+            self._say_hello()
 
     def _set_accepting(self, accepting: bool) -> None:
         if accepting != self._accepting:
@@ -249,17 +245,10 @@ class Link:
             chunk.carrier = None
         return chunk
 
-    def _introduce(self, tries: int) -> None:
-        """Says hello as soon as the new connection takes a message, which is a moment after it is told."""
-        if self.incarnation is None and not self._closed and not self._say_hello() and tries > 0:
-            self._loop.call_later(CONNECT_S, self._introduce, tries - 1)
+    def _say_hello(self) -> None:
+        self._try_send(encode(Hello(self._sender.incarnation, "gateway", self._sender.index, os.getpid())))
 
-    def _say_hello(self) -> bool:
-        return self._try_send(encode(Hello(self._sender.incarnation, "gateway", self._sender.index, os.getpid())))
-
-    def _try_send(self, *frames: Frame) -> bool:
-        try:
+    def _try_send(self, *frames: Frame) -> None:
+        """What cannot be sent now is not worth waiting for: the next tick says it again, or nobody listens."""
+        with contextlib.suppress(SocketError):
             self._socket.send(frames)
-        except SocketError:
-            return False
-        return True
