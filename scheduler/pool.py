@@ -54,8 +54,9 @@ class Pool:
         self.dequeue(request)
 
     def dequeue(self, request: Request) -> None:
-        """Takes it out of its queue, if it is there: it has no row to run."""
-        self._queue(request).pop(id(request), None)
+        """Takes it out of its queues, if it is there: it has no row to run."""
+        for queue in self._queues.values():
+            queue.pop(id(request), None)
 
     def put_front(self, request: Request) -> None:
         """Rows of it must run again, before all others of its class."""
@@ -70,25 +71,22 @@ class Pool:
             request = next(iter(queue.values()))
             if request.deadline > now:
                 return request
-            del queue[id(request)]
+            self.dequeue(request)
             expired.append(request)
         return None
 
     def promote(self, now: float, wait_ms: int) -> None:
-        """Lets the oldest bulk request go with the interactive ones if it has waited for `wait_ms`.
+        """Lets the oldest bulk request go with the interactive ones, too, if it has waited for `wait_ms`.
 
+        It keeps its place in the bulk queue: behind many interactive ones, the share of bulk serves it sooner.
         One at a time: a deep bulk queue must not become a wall before interactive work.
         """
-        queue = self._queues["bulk"]
-        if not queue or (self._promoted is not None and self._promoted.todo):
+        bulk, interactive = self._queues["bulk"], self._queues["interactive"]
+        if not bulk or (self._promoted is not None and id(self._promoted) in interactive):
             return
-        request = next(iter(queue.values()))
+        request = next(iter(bulk.values()))
         if now - request.arrival >= wait_ms / 1000:
-            del queue[id(request)]
-            request.promote()
-            self._promoted = request
-            self._queue(request)[id(request)] = request
+            self._promoted = interactive[id(request)] = request
 
     def _queue(self, request: Request) -> "OrderedDict[int, Request]":
-        bulk = request.submit.priority == "bulk" and not request.promoted
-        return self._queues["bulk" if bulk else "interactive"]
+        return self._queues[request.submit.priority]

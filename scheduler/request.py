@@ -38,7 +38,6 @@ class Request:
     todo: deque[tuple[int, int]] = field(default_factory=deque)  # ranges of rows, in order
     num_in_flight: int = 0  # rows
     num_done: int = 0
-    promoted: bool = False  # a bulk request that goes with the interactive ones
     failure: Rejected | None = None
     closed: bool = False  # the terminal message has been taken
     first_step_at: float | None = None
@@ -83,9 +82,6 @@ class Request:
             start = row + 1
         if start < stop:
             self.todo.append((start, stop))
-
-    def promote(self) -> None:
-        self.promoted = True
 
     def take(self, stop: int, step: int, now: float) -> Run:
         """Puts the first rows of `todo`, up to `stop`, into `step`."""

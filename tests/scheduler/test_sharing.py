@@ -124,6 +124,53 @@ def test_bulk_that_waited_goes_with_the_interactive_ones_one_at_a_time() -> None
     assert len(set(first)) == 3  # and not all at once
 
 
+def test_bulk_that_waited_keeps_its_share_behind_a_long_interactive_queue() -> None:
+    """Going with the interactive ones may only be sooner: their queue can be longer than the share's turn."""
+    sim = Sim(bulk_wait_ms=2000, canary_interval_ms=10**9)
+    for chunk in range(10, 210):
+        sim.submit(chunk, [[INTERACTIVE] * 8])
+    sim.submit(1, [[BULK] * 8] * 4, priority="bulk")
+    sim.now += 3.0  # nothing of it has run yet
+    for _ in range(5):
+        sim.fill()
+        sim.now += 0.1
+        sim.finish()
+    assert [message.num_rows for message, _ in sim.answers[7, 1]] == [4]  # each row once
+    rows = [row for step in sim.contents for row in step]
+    assert rows.count([BULK] * 8) == 4
+    assert len(sim.answers) < 100  # while most of the interactive ones still wait
+
+
+def test_bulk_that_waited_is_given_up_once_when_its_deadline_passes() -> None:
+    sim = Sim(bulk_share=0.0, bulk_wait_ms=2000, canary_interval_ms=10**9)
+    sim.submit(1, [[BULK] * 8], priority="bulk", timeout_ms=3000)
+    for chunk in range(10, 50):
+        sim.submit(chunk, [[INTERACTIVE] * 64] * 2)
+    for _ in range(6):
+        sim.fill()
+        sim.now += 1.0
+        sim.finish()
+    assert [message.code for message, _ in sim.answers[7, 1]] == ["expired"]
+
+
+def test_bulk_that_waited_survives_the_death_of_its_step_without_a_share() -> None:
+    sim = Sim(bulk_share=0.0, bulk_wait_ms=2000, canary_interval_ms=10**9)
+    for chunk in range(10, 16):
+        sim.submit(chunk, [[INTERACTIVE] * 64] * 2)
+    sim.submit(1, [[BULK] * 8], priority="bulk")
+    sim.now += 3.0
+    for _ in range(30):
+        sim.submit(1000 + len(sim.rows), [[INTERACTIVE] * 64] * 2)
+        sim.fill()
+        if any([BULK] * 8 in step for step in sim.contents) and sim.epoch == 1:
+            sim.die(ordered=True)
+        else:
+            sim.now += 0.1
+            sim.finish()
+    assert sim.epoch == 2
+    assert [message.num_rows for message, _ in sim.answers[7, 1]] == [1]
+
+
 def test_credit_is_forgotten_when_bulk_is_gone() -> None:
     sim = Sim(facts(max_num_batched_tokens=64), bulk_wait_ms=10**9, canary_interval_ms=10**9)
     for chunk in range(40):
