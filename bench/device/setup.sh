@@ -38,7 +38,10 @@ if [ -d "$_site/parts" ] && [ "$(ls "$_site/parts" | wc -l)" = "$(sed -n 's/.*\.
     _once parts _parts
 fi
 
-export PYTHONPATH="$PWD:$_site${PYTHONPATH:+:$PYTHONPATH}"
+case ":${PYTHONPATH:-}:" in
+*":$_site:"*) ;;
+*) export PYTHONPATH="$PWD:$_site:$_site/nvidia_cutlass_dsl/dsl_packages${PYTHONPATH:+:$PYTHONPATH}" ;;
+esac
 export PATH="$_site/bin:$PATH"
 export FLASHINFER_DISABLE_JIT=1 # a missing module is an error, not minutes of compiling
 export PYTHONUNBUFFERED=1

@@ -135,13 +135,13 @@ def fold_norm(weight: Tensor, norm_weight: Tensor) -> Tensor:
 
 def default_tiles(num_rows: int, num_columns: int, k: int, epilogue: Epilogue) -> Tiles:
     """Enough programs for 132 multiprocessors: small tiles for wide products, K split for narrow ones."""
-    block_m = 64
-    block_n = 32 if epilogue == "silu_mul" else 64
+    block_m, block_n = 64, 64
+    block_k = 64 if epilogue == "silu_mul" else 128  # two weights' tiles a step
     programs = triton.cdiv(num_rows, block_m) * (num_columns // block_n)
     split_k = 1
     while epilogue == "residual" and programs * split_k * 2 <= 160 and k % (split_k * 2 * 128) == 0:
         split_k *= 2
-    return Tiles(block_m, block_n, 128, split_k, 4, 4)
+    return Tiles(block_m, block_n, block_k, split_k, 4, 4)
 
 
 def skinny_gemm(
