@@ -187,7 +187,21 @@ def static(point: Point, b: Buffers, backend: Any) -> dict[str, Any]:
     torch.cuda.synchronize()
     record["other_lengths_error"] = sampled_error(result[-1], b, others, point.shape)
     record["padding_finite"] = bool(result[-1][others[-1] :].isfinite().all())
+    if point.num_seqs > 1:
+        attention.prepare(b.offsets)
+        cu_seqlens.copy_(b.cu_seqlens)
+        record["bad_neighbour_contained"] = neighbour_contained(point, b, attention)
     return record
+
+
+def neighbour_contained(point: Point, b: Buffers, attention: StaticAttention) -> bool:
+    """Whether NaN in one sequence leaves all others finite: kernels that read past an end may multiply it by 0."""
+    bad = b.qkv.clone()
+    start, end = b.offsets[point.num_seqs // 2 : point.num_seqs // 2 + 2]
+    bad[start:end] = math.nan
+    _, q, k, v = _views(bad, point)
+    out = attention(q, k, v, point.shape)
+    return bool(out[:start].isfinite().all() and out[end:].isfinite().all())
 
 
 def planned(point: Point, b: Buffers, kernel: Any) -> dict[str, Any]:
@@ -389,6 +403,8 @@ def line(record: dict[str, Any]) -> str:
     text = f"{head} err {record['error_vs_fp32']:.1e} {record['us']:9.2f} us  x{record['of_floor']:.2f} of floor"
     if "prepare_us" in record:
         text += f"  prepare {record['prepare_us']:.0f} us, other lengths {record['other_lengths_error']:.1e}"
+        if not record.get("bad_neighbour_contained", True):
+            text += "  NaN SPREADS"
     return text
 
 
