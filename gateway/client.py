@@ -25,6 +25,7 @@ from ipc.types import ModelFacts, OutputSpec, Priority
 MAX_ATTEMPTS = 3
 RECENTLY_S = 60.0  # a replica that was there within this time is expected back
 RETRY_AFTER_MS = 1000
+MAX_CONVICTS = 1024  # remembered for each model
 
 
 class ModelLinks:
@@ -37,6 +38,7 @@ class ModelLinks:
         self.facts: ModelFacts | None = None
         self.live_at: float | None = None  # when a replica was last known to be live
         self.changed = asyncio.Event()
+        self._convicts: dict[bytes, float] = {}  # quarantined fingerprint → until when
 
     def live_links(self) -> list[Link]:
         return [link for link in self.links.values() if link.live]
@@ -44,6 +46,19 @@ class ModelLinks:
     def expected(self, now: float) -> bool:
         """Whether it is worth waiting for a replica."""
         return self.live_at is not None and now - self.live_at < RECENTLY_S
+
+    def remember(self, message: Quarantine, now: float) -> None:
+        """A scheduler forgets its quarantine when it dies; gateways tell its successor."""
+        for found in message.fingerprints:
+            self._convicts.pop(found, None)
+            self._convicts[found] = now + message.ttl_ms / 1000
+        for found in list(self._convicts)[:-MAX_CONVICTS]:
+            del self._convicts[found]
+
+    def quarantines(self, now: float) -> list[Quarantine]:
+        """What is remembered and still holds."""
+        left_ms = {found: int((until - now) * 1000) for found, until in self._convicts.items()}
+        return [Quarantine([found], ttl_ms) for found, ttl_ms in left_ms.items() if ttl_ms > 0]
 
     def forget(self, chunk: Chunk) -> None:
         self.waiting.pop(chunk, None)
@@ -145,6 +160,9 @@ class SchedulerClient:
         model = self._by_link[link]
         model.live_at = self._loop.time()  # it is live now, or was until now
         model.changed.set()
+        if link.live:
+            for message in model.quarantines(self._loop.time()):
+                link.forward(message)
         self._dispatch_waiting(model)
 
     def on_facts(self, link: Link, facts: ModelFacts) -> None:
@@ -172,7 +190,9 @@ class SchedulerClient:
         chunk.job.failed(InternalError(f"a replica's answer was not what it said: {text}"))
 
     def on_quarantine(self, link: Link, message: Quarantine) -> None:
-        for other in self._by_link[link].links.values():
+        model = self._by_link[link]
+        model.remember(message, self._loop.time())
+        for other in model.links.values():
             if other is not link:
                 other.forward(message)
 

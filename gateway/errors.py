@@ -105,8 +105,8 @@ KINDS: dict[type[GatewayError], Kind] = {
     UnsupportedMedia: Kind(415, "invalid_request_error", "unsupported_media_type"),
     BadExpectation: Kind(417, "invalid_request_error", "expectation_failed"),
     Quarantined: Kind(422, "invalid_request_error", "request_quarantined"),
+    NonFiniteOutput: Kind(422, "invalid_request_error", "non_finite_output"),  # the same again gives the same
     Overloaded: Kind(429, "rate_limit_error", "overloaded"),
-    NonFiniteOutput: Kind(500, "server_error", "non_finite_output"),
     InternalError: Kind(500, "server_error", "internal_error"),
     NotReady: Kind(503, "server_error", "not_ready"),
     DeadlineExceeded: Kind(504, "timeout_error", "deadline_exceeded"),
@@ -146,7 +146,8 @@ def from_rejected(message: Rejected, first: int) -> GatewayError:
         case "invalid":
             return InvalidRequest(message.message, index=index)
         case "non_finite":
-            return NonFiniteOutput("the model gave a value that is not finite for this input", index=index)
+            text = "the model gave a value that is not finite for this input; leave it out or change it"
+            return NonFiniteOutput(text, index=index)
         case "out_of_memory":
             text = f"not enough memory to compute this input: {message.message}"
             return TooLarge(text, index=index, code="out_of_memory")

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gateway.link import SILENCE_S
 from ipc.codec import encode
 from ipc.control import Quarantine
 from ipc.submit import Rejected, Result, Submit
@@ -131,6 +133,20 @@ async def test_a_silent_replica_is_ejected_and_its_late_answers_dropped(
         check(await stack.embed())
 
 
+async def test_work_is_sent_again_after_a_standstill_of_our_own(stack: Stack) -> None:
+    """The scheduler has given the silent gateway up, and will never answer."""
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    answer = asyncio.create_task(stack.embed())
+    await until(lambda: bool(scheduler.held))
+    scheduler.held.clear()
+    scheduler.hold = False
+    scheduler.tell_status()  # heard before the next tick, so the link looks alive
+    time.sleep(SILENCE_S + 0.6)
+    check(await answer)
+    assert [submit.attempt for submit in scheduler.submits] == [1, 2]
+
+
 async def test_a_stale_submit_is_sent_again(stack: Stack) -> None:
     scheduler = stack.schedulers["tiny/0"]
     scheduler.incarnation += 1  # another life behind the same connection, unknown to the gateway
@@ -173,7 +189,7 @@ async def test_alone_and_not_ready_means_waiting(stack: Stack) -> None:
         ("quarantined", 422, "request_quarantined"),
         ("lost", 503, "replica_lost"),
         ("expired", 504, "deadline_exceeded"),
-        ("non_finite", 500, "non_finite_output"),
+        ("non_finite", 422, "non_finite_output"),
         ("out_of_memory", 413, "out_of_memory"),
     ],
 )
@@ -221,7 +237,7 @@ async def test_one_failed_chunk_ends_the_request_and_aborts_the_others(make_stac
 
     scheduler.reject = refuse_the_last
     status, body = await stack.embed(texts)
-    assert (status, body["error"]["param"]) == (500, "input[4]")
+    assert (status, body["error"]["param"]) == (422, "input[4]")
     await until(lambda: len(scheduler.aborts) == 4)
     assert {abort.chunk_id for abort in scheduler.aborts} == {submit.chunk_id for submit in scheduler.submits[:4]}
     assert not scheduler.held
@@ -257,6 +273,20 @@ async def test_quarantine_is_told_to_the_models_other_schedulers(make_stack: Mak
     await until(lambda: all(stack.schedulers[f"tiny/{i}"].quarantines == [message] for i in (1, 2)))
     assert not stack.schedulers["tiny/0"].quarantines
     assert not stack.schedulers["other/0"].quarantines
+
+
+async def test_a_scheduler_reborn_is_told_the_quarantine_of_its_former_life(stack: Stack) -> None:
+    old = stack.schedulers["tiny/0"]
+    old.tell(Quarantine([b"for long"], 60_000))
+    old.tell(Quarantine([b"for a moment"], 1))
+    check(await stack.embed())  # comes after both
+    old.close()
+    new = stack.schedulers["tiny/0"] = FakeScheduler(old.endpoint)
+    await until(lambda: bool(new.quarantines))
+    check(await stack.embed())
+    (message,) = new.quarantines
+    assert message.fingerprints == [b"for long"]
+    assert 0 < message.ttl_ms <= 60_000
 
 
 async def test_replicas_come_and_go_without_a_lost_request(stack: Stack) -> None:
