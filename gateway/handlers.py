@@ -85,7 +85,9 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
     query_field, document_field, joined_field = task.fields
     check_items(document_field, max(len(task.pairs), len(task.joined)), call.gateway.config)
     _check_scoring(call)
-    encoded = await _encode(call, encode_score, task, [(query_field, task.queries), (document_field, task.documents)])
+    # a cross-encoder reads the query anew with every document
+    queries = task.queries if call.facts.task == "embed" else [task.queries[q] for q, _ in task.pairs]
+    encoded = await _encode(call, encode_score, task, [(query_field, queries), (document_field, task.documents)])
 
     def culprit(index: int) -> str:
         if task.joined:

@@ -14,6 +14,9 @@ from ipc.types import Priority
 MAX_TIMEOUT_MS = 3_600_000
 MAX_CHARS_PER_TOKEN = 250  # of one text that must not be cut: beyond, it is too long whatever the tokenizer
 MEAN_CHARS_PER_TOKEN = 16  # of a whole request: real text has four or five
+# In a body: decoding holds up everybody, about 0.3 s at these numbers. Texts may have such characters, too.
+MAX_BRACKETS = 1_000_000
+MAX_QUOTES = 4_000_000
 RETRY_AFTER_MS = 1000
 
 
@@ -46,13 +49,18 @@ async def read_body(request: web.Request, config: GatewayConfig) -> bytes:
         if request.content.is_eof():  # came together with the head, as small ones do
             return await request.read()
         async with asyncio.timeout(config.body_timeout_ms / 1000):
-            return await request.read()
+            body = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _body_too_large(config) from None
     except web.RequestPayloadError:
         raise InvalidRequest("the body is not what its headers say", code="bad_http") from None
     except TimeoutError:
-        raise SlowRequest(f"the body did not arrive within {config.body_timeout_ms} ms") from None
+        raise SlowRequest(f"the body did not arrive within {config.body_timeout_ms} ms; send it faster") from None
+    if len(body) > MAX_BRACKETS and (body.count(b"[") > MAX_BRACKETS or body.count(b'"') > MAX_QUOTES):
+        raise TooLarge(
+            "the body has more lists or strings than a request may have; send it in parts", code="too_many_values"
+        )
+    return body
 
 
 def _check_media(request: web.Request) -> None:
@@ -104,12 +112,16 @@ def check_items(field: str, num_items: int, config: GatewayConfig) -> None:
 
 
 def check_chars(field: str, texts: list[Text], max_tokens: int, truncate: bool, config: GatewayConfig) -> int:
-    """How many characters are to be encoded. Refuses what is too much by that alone. Raises TooLarge."""
+    """How many characters are to be encoded. Refuses what is too much by that, or by token ids, alone.
+
+    Raises TooLarge.
+    """
     one = MAX_CHARS_PER_TOKEN * max_tokens
     cut = MEAN_CHARS_PER_TOKEN * max_tokens  # about what truncation leaves to be encoded
-    total = 0
+    total = num_ids = 0
     for i, text in enumerate(texts):
         if not isinstance(text, str):
+            num_ids += min(len(text), max_tokens) if truncate else len(text)
             continue
         if len(text) > one and not truncate:
             message = (
@@ -122,6 +134,7 @@ def check_chars(field: str, texts: list[Text], max_tokens: int, truncate: bool, 
         limit = config.max_request_tokens
         message = f"{field} has {total} characters in all, more than fit the {limit} tokens allowed; split the request"
         raise TooLarge(message, param=field, code="too_many_tokens")
+    check_tokens(num_ids, config)
     return total
 
 

@@ -57,22 +57,23 @@ def read_texts(field: str, value: Texts) -> list[Text]:
         return [value]  # type: ignore[list-item]  # just checked
     kind = type(value[0])
     _check_uniform(field, value, kind)
-    for i, item in enumerate(value):
-        _check_text(f"{field}[{i}]", item)  # type: ignore[arg-type]
-    return value  # type: ignore[return-value]
+    if not all(value):
+        i = next(i for i, item in enumerate(value) if not item)
+        _check_text(f"{field}[{i}]", value[i])  # type: ignore[arg-type]  # strings or lists, as just checked
+    return value  # type: ignore[return-value]  # just checked
 
 
 def _check_uniform(field: str, values: list[Any], kind: type) -> None:
-    for i, value in enumerate(values):
-        if type(value) is not kind:
-            text = f"{field} mixes types: {field}[0] is {_name(kind)}, {field}[{i}] is {_name(type(value))}"
-            raise InvalidRequest(text, param=f"{field}[{i}]")
+    if set(map(type, values)) != {kind}:
+        i = next(i for i, value in enumerate(values) if type(value) is not kind)
+        text = f"{field} mixes types: {field}[0] is {_name(kind)}, {field}[{i}] is {_name(type(values[i]))}"
+        raise InvalidRequest(text, param=f"{field}[{i}]")
 
 
 def _check_text(name: str, text: Text) -> None:
     if not text:
         what = "an empty string" if isinstance(text, str) else "an empty list of token ids"
-        raise InvalidRequest(f"{name} is {what}", param=name)
+        raise InvalidRequest(f"{name} is {what}; leave it out or put something in", param=name)
 
 
 def _name(kind: type) -> str:

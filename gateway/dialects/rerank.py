@@ -65,7 +65,7 @@ def parse_rerank(body: bytes) -> ScoreTask:
     query: Any = fields.query
     documents: Any = [d.text if isinstance(d, Document) else d for d in fields.documents or []]
     if not query:
-        raise InvalidRequest("query is empty", param="query")
+        raise InvalidRequest("query is empty; give a text or token ids", param="query")
     read_texts("documents", documents)
     if fields.return_documents and not isinstance(documents[0], str):
         raise InvalidRequest("return_documents needs documents given as text", param="return_documents")
@@ -174,7 +174,7 @@ def _two_texts(i: int, pair: list[Any]) -> tuple[Text, Text]:
         raise InvalidRequest(text, param=f"pairs[{i}]")
     for part in pair:
         if not part:
-            raise InvalidRequest(f"pairs[{i}] holds an empty text", param=f"pairs[{i}]")
+            raise InvalidRequest(f"pairs[{i}] holds an empty text; give two that are not", param=f"pairs[{i}]")
     return pair[0], pair[1]
 
 
@@ -196,10 +196,10 @@ def _type_starts(starts: list[int] | None, joined: list[list[int]]) -> list[int]
 def _require(**fields: object) -> None:
     for name, value in fields.items():
         if value is None:
-            raise InvalidRequest(f"{name} is missing", param=name)
+            raise InvalidRequest(f"{name} is missing; give it, or pairs instead", param=name)
 
 
 def _refuse_beside_pairs(**fields: object) -> None:
     for name, value in fields.items():
         if value is not None:
-            raise InvalidRequest(f"{name} and pairs exclude each other", param=name)
+            raise InvalidRequest(f"{name} and pairs exclude each other; leave one out", param=name)

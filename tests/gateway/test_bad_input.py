@@ -1,6 +1,7 @@
 """Whatever a client sends: an error in OpenAI's shape that names the field, and the next good request is right."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,33 @@ async def test_body_too_large(make_stack: MakeStack) -> None:
         assert response.status == 413
         check_shape(await response.json())
     await good_still_right(stack)
+
+
+@pytest.mark.parametrize("item", [b"[1],", b'"a",'])
+async def test_more_values_than_can_be_decoded_in_time(stack: Stack, item: bytes) -> None:
+    data = io.BytesIO(b'{"model": "tiny", "input": [' + item * 2_000_001)
+    async with stack.http.post("/v1/embeddings", data=data, headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 413
+        assert check_shape(await response.json())["code"] == "too_many_values"
+    await good_still_right(stack)
+
+
+async def test_too_many_token_ids(make_stack: MakeStack) -> None:
+    stack = await make_stack(max_request_tokens=100)
+    status, body = await stack.embed([[1] * 30] * 4)
+    assert (status, check_shape(body)["code"]) == (413, "too_many_tokens")
+    status, body = await stack.embed([[1] * 1000] * 3, truncate=True)
+    assert status == 200
+    await good_still_right(stack)
+
+
+async def test_a_long_query_counts_with_every_document(make_stack: MakeStack, tiny_dir: Path) -> None:
+    stack = await make_stack({"scorer": (tiny_dir, facts(task="score", dimension=1))}, max_request_tokens=400)
+    body = {"model": "scorer", "query": "red " * 100, "documents": ["a"] * 20}
+    status, answer = await stack.post("/v1/rerank", body)
+    assert (status, check_shape(answer)["param"]) == (413, "query")
+    status, answer = await stack.post("/v1/rerank", body | {"documents": ["a"]})
+    assert status == 200
 
 
 async def test_too_many_tokens(make_stack: MakeStack) -> None:
