@@ -7,6 +7,7 @@ documents. The file's truncation and padding are switched off; text that spells 
 
 import json
 import re
+import unicodedata
 from pathlib import Path
 
 from msgspec import Struct
@@ -109,13 +110,18 @@ class TextTokenizer:
 
 def cut_text(text: str, num_chars: int) -> str:
     """`text` without what lies beyond about `num_chars`, cut where no tokenizer joins: after a letter or digit,
-    before white space. All of it where there is no such place."""
+    before white space, or punctuation in scripts that have no spaces. All of it where there is no such place."""
     if len(text) <= num_chars:
         return text
-    for end in range(num_chars, max(num_chars - CUT_SEARCH_CHARS, 1), -1):
-        if text[end].isspace() and text[end - 1].isalnum():
-            return text[:end]
+    for ends_word in (str.isspace, _is_punctuation):
+        for end in range(num_chars, max(num_chars - CUT_SEARCH_CHARS, 1), -1):
+            if text[end - 1].isalnum() and ends_word(text[end]):
+                return text[:end]
     return text
+
+
+def _is_punctuation(char: str) -> bool:
+    return unicodedata.category(char).startswith("P")
 
 
 def longest_first(num_first: int, num_second: int, limit: int) -> tuple[int, int]:

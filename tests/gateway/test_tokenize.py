@@ -160,6 +160,9 @@ def test_cut_text_joins_nothing() -> None:
     assert cut_text("one two three four", 9) == "one two"
     assert cut_text("x" * 50, 10) == "x" * 50  # no place to cut
     assert cut_text("one two! three", 9) == "one"
+    assert cut_text("東京は。大阪は、京都は。", 9) == "東京は。大阪は"
+    assert cut_text("東京は大阪は。、京都", 7) == "東京は大阪は"
+    assert cut_text("aa b東京は大阪は。京都", 9) == "aa"  # a space is safer still
 
 
 @pytest.mark.parametrize(
