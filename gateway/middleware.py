@@ -39,7 +39,7 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
         except ConnectionError:
             raise  # the client is gone, nobody to tell
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this request only
-            log("request_failed", route=_route(request), error=repr(type(error)), where=_where(error))
+            log("request_failed", level="error", route=_route(request), error=type(error).__name__, where=_where(error))
             response = error_response(InternalError("the server made an error; it has been logged"))
         finally:
             metrics.in_flight -= 1

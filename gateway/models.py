@@ -63,11 +63,14 @@ def _max_seq_length(directory: Path) -> int | None:
     return None
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any] | None:
     """The file's content, None if there is no such file. Raises ModelFilesError."""
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{path} is not a JSON object: fetch the model again")
+    return content

@@ -54,7 +54,7 @@ class ReplicaWatcher:
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
-            self._log("replicas_file_unreadable", path=str(self._path), error=str(error))
+            self._log("replicas_file_unreadable", level="warning", path=str(self._path), error=str(error))
             return
         self._log("replicas_changed", version=content.version)
         self._on_change({name: model.replicas for name, model in content.models.items()})
