@@ -125,7 +125,7 @@ async def test_a_row_that_gives_nan_fails_alone(stack: Stack) -> None:
     async with load(stack) as running:
         for _ in range(5):
             status, body = await embed(stack, [[7, 8], [9, NAN]])
-            assert status == 500
+            assert status == 422
             assert body["error"]["code"] == "non_finite_output"
             assert "1" in body["error"]["message"]
         await running.answered(50)
