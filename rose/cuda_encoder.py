@@ -75,7 +75,7 @@ class CudaEncoder:
         )
         self._max_graph_tokens = self._crossover() if config.max_graph_tokens is None else config.max_graph_tokens
         self._shapes = shapes
-        self._graphs = GraphManager(
+        self.graphs = GraphManager(
             self._policy(config),
             self._stream,
             attention=self._static_attention,
@@ -84,7 +84,7 @@ class CudaEncoder:
             free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,
         )
-        while config.capture == "eager" and self._graphs.capture_listed(self._fill):
+        while config.capture == "eager" and self.graphs.capture_listed(self._fill):
             pass
         self._stream.drain()
 
@@ -92,7 +92,7 @@ class CudaEncoder:
         """Raises OutOfMemory."""
         outside = check_step(plan, arrays, self._facts)
         num_seqs, num_tokens = plan.num_seqs, plan.num_tokens
-        key = self._key(num_seqs, num_tokens)
+        key = self.key(num_seqs, num_tokens)
         table, offsets = cast(Int32s, arrays["rows"][:num_seqs]), cast(Int32s, arrays["cu_seqlens"])
         offsets[num_seqs + 1 : key.num_seqs + 1] = num_tokens  # empty sequences
         if outside is not None:
@@ -105,7 +105,7 @@ class CudaEncoder:
         num_input_bytes, num_output_bytes = buffers.input_bytes(num_tokens), buffers.output_bytes(table)
         stream.copy_in(buffers.inputs[:num_input_bytes], cast(Bytes, arrays["inputs"][:num_input_bytes]))
         try:
-            self._graphs.run(key, offsets[: key.num_seqs + 1].tolist())
+            self.graphs.run(key, offsets[: key.num_seqs + 1].tolist())
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(str(error)) from error
         stream.copy_out(buffers.outputs[:num_output_bytes], cast(Bytes, arrays["outputs"][:num_output_bytes]))
@@ -114,7 +114,7 @@ class CudaEncoder:
     def idle(self) -> LazyTensor:
         """Captures one listed shape, if any is left."""
         try:
-            self._graphs.capture_listed(self._fill)
+            self.graphs.capture_listed(self._fill)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(str(error)) from error
         return self._stream.finish()
@@ -129,7 +129,7 @@ class CudaEncoder:
         self._stream.drain()
 
     def figures(self) -> dict[str, float]:
-        counters = self._graphs.counters
+        counters = self.graphs.counters
         return {
             "graph_replays_total": counters.replays,
             "graph_captures_total": counters.captures,
@@ -137,8 +137,8 @@ class CudaEncoder:
             "graph_capture_seconds_total": counters.capture_seconds,
             "graph_longest_capture_seconds": counters.longest_capture_seconds,
             "graph_memory_bytes": counters.memory_bytes,
-            "graphs": self._graphs.num_graphs,
-            "graphs_waiting": self._graphs.num_waiting,
+            "graphs": self.graphs.num_graphs,
+            "graphs_waiting": self.graphs.num_waiting,
             "graph_max_tokens": self._max_graph_tokens,
             "eager_steps_total": counters.eager,
             "tokens_total": self._num_tokens,
@@ -148,7 +148,8 @@ class CudaEncoder:
 
     # --- shapes ---------------------------------------------------------------------------------------------
 
-    def _key(self, num_seqs: int, num_tokens: int) -> GraphKey:
+    def key(self, num_seqs: int, num_tokens: int) -> GraphKey:
+        """Of a step of such a size."""
         seqs, tokens = padded_seqs(num_seqs, self._facts.max_num_seqs), padded_tokens(num_tokens)
         return GraphKey("encode", seqs, tokens, 0, self._backends.choose(seqs, tokens))
 
@@ -157,18 +158,18 @@ class CudaEncoder:
         known = [] if self._shapes is None else read_shapes(self._shapes)
         if config.capture == "eager":
             most = min(self._max_graph_tokens, padded_tokens(facts.max_num_batched_tokens))
-            known += [self._key(*shape) for shape in encode_shapes(facts.max_num_seqs, most, facts.max_model_len)]
+            known += [self.key(*shape) for shape in encode_shapes(facts.max_num_seqs, most, facts.max_model_len)]
         known = [key for key in dict.fromkeys(known) if self._is_ours(key)]
         return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=self._max_graph_tokens, known=known)
 
     def _is_ours(self, key: GraphKey) -> bool:
         """Whether steps can still have this key: limits and choices may have changed since it was listed."""
         fits = key.num_seqs <= self._facts.max_num_seqs and key.num_tokens <= len(self._buffers.positions)
-        return fits and key == self._key(key.num_seqs, key.num_tokens)
+        return fits and key == self.key(key.num_seqs, key.num_tokens)
 
     def _keep_shapes(self) -> None:
         if self._shapes is not None:
-            write_shapes(self._shapes, reversed(self._graphs.keys))
+            write_shapes(self._shapes, reversed(self.graphs.keys))
 
     def _fill(self, key: GraphKey) -> list[int]:
         """Makes the buffers a step of `key`'s: sequences of about equal length, of whatever ids are there."""
@@ -195,7 +196,7 @@ class CudaEncoder:
             return len(self._buffers.positions)
         num_tokens = len(self._buffers.positions)
         length = min(TYPICAL_LENGTH, self._facts.max_model_len)
-        key = self._key(min(max(1, num_tokens // length), self._facts.max_num_seqs), num_tokens)
+        key = self.key(min(max(1, num_tokens // length), self._facts.max_num_seqs), num_tokens)
         offsets = self._fill(key)
 
         def run() -> None:

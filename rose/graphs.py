@@ -91,6 +91,10 @@ class GraphManager:
         self._capture(key, attention)
         return True
 
+    def graph(self, key: GraphKey) -> Graph | None:
+        """What a replay of `key` launches, for measurements."""
+        return self._graphs.get(key)
+
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU and no network: tests, then the micro benchmarks. Run in the project's root.
+#
+#     bash bench/device/gpu_tests.sh [OUT]        results go to OUT (default: $OUT, else bench/results/device)
+OUT="${1:-${OUT:-bench/results/device}}"
+source bench/device/setup.sh
+set -uo pipefail
+mkdir -p "$OUT"
+failed=0
+
+python3 -m bench.micro.compile_kernels # fills Triton's cache, in parallel where it can
+# no plugins but pytest's own are needed; warnings of this machine's versions are no errors
+python3 -m pytest -o addopts= -W default -p no:cacheprovider -q -m gpu tests/rose/test_gpu_*.py 2>&1 | tee "$OUT/gpu_tests.log" || failed=1
+python3 -m pytest -o addopts= -W default -p no:cacheprovider -q tests/rose/kernels tests/rose/attention 2>&1 | tee "$OUT/kernel_tests.log" || failed=1
+python3 -m bench.micro.encoder_graph --out "$OUT" 2>&1 | tee "$OUT/encoder_graph.log" || failed=1
+exit $failed
