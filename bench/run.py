@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import embeddings, http_embeddings, report
 from bench.load import LoadError
 from bench.peers import HTTP_PEERS, PEERS, HttpSetup, Setup, make_http_peer
-from bench.servers import ServerFailed, read_all, running
+from bench.servers import ServerFailed, read, running
 from bench.stack import StackFailed, default_model, end_in_order_when_told
 from bench.tables import cases
 from bench.token_inputs import TokenInputs, read_passages
@@ -54,10 +54,10 @@ def run_tables(args: argparse.Namespace, into: report.Report) -> None:
             write_models(models, args.tokenizer, SHAPES[args.size])
         peers = [make_http_peer(variant) for name in args.peer for variant in VARIANTS.get(name, (name,))]
         ours = make_http_peer("ours")
-        up = read_all(state) if state.exists() else []
-        if not up:
-            setup = HttpSetup(models, state, args.peer_site, args.device)
-            specs = [spec for peer in (ours, *peers) for spec in peer.servers(setup)]
+        setup = HttpSetup(models, state, args.peer_site, args.device)
+        specs = [spec for peer in (ours, *peers) for spec in peer.servers(setup)]
+        up = [server for spec in specs if (server := read(state, spec.name)) is not None]
+        if args.state is None:
             up = stack.enter_context(running(specs, state, READY_S))
         into.details["servers"] = {
             server.name: {"settings": server.settings, "ready_s": server.ready_s} for server in up
@@ -70,7 +70,7 @@ def run_tables(args: argparse.Namespace, into: report.Report) -> None:
             repeats=args.repeats,
             budget_s=args.budget_s,
             gpu_ms=http_embeddings.read_gpu_ms(args.gpu_times),
-            tcp_run_dir=state / "run",
+            tcp_run_dir=state / "run-ours",
             quick=args.quick,
         )
         http_embeddings.run(

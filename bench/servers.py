@@ -41,6 +41,7 @@ class ServerSpec(Struct, frozen=True):
     environment: dict[str, str] = {}
     without: tuple[str, ...] = ()  # variables it must not inherit
     settings: str = ""  # for the result file
+    stops_its_own: bool = False  # its first process ends the others, in order
 
 
 class Server(Struct):
@@ -53,6 +54,7 @@ class Server(Struct):
     log: str
     started: float  # seconds since the epoch
     settings: str = ""
+    stops_its_own: bool = False
     ready_s: float | None = None  # from its start to the first answer 200; an upper bound if nobody was looking
 
     @property
@@ -77,7 +79,16 @@ def start(spec: ServerSpec, state: Path) -> Server:
             env=environment | spec.environment,
             start_new_session=True,
         )
-    server = Server(spec.name, process.pid, spec.port, spec.ready_path, str(log), time.time(), spec.settings)
+    server = Server(
+        name=spec.name,
+        pid=process.pid,
+        port=spec.port,
+        ready_path=spec.ready_path,
+        log=str(log),
+        started=time.time(),
+        settings=spec.settings,
+        stops_its_own=spec.stops_its_own,
+    )
     write(state, server)
     return server
 
@@ -102,11 +113,10 @@ def wait_ready(servers: Sequence[Server], state: Path, timeout_s: float) -> None
 
 def stop(server: Server, state: Path) -> None:
     """Asks its process group to end, then makes it."""
-    leader_only = server.name == "ours"  # it stops the others in order
-    send = os.kill if leader_only else os.killpg
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not alive(server):
             break
+        send = os.kill if server.stops_its_own and number == signal.SIGTERM else os.killpg
         send(server.pid, number)
         deadline = time.monotonic() + STOP_S
         while alive(server) and time.monotonic() < deadline:
@@ -175,7 +185,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m bench.servers", description=__doc__)
     parser.add_argument("action", choices=["start", "wait", "stop"])
-    parser.add_argument("peers", nargs="*", help="of bench.peers; wait and stop: default all")
+    parser.add_argument(
+        "peers", nargs="*", help="start: of bench.peers, those alive are left; wait, stop: servers, default all"
+    )
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--models", type=Path, help="the directory that bench.random_model wrote")
     parser.add_argument("--peer-site", type=Path, help="where the peer's packages are, if not installed")
@@ -187,6 +199,9 @@ def main() -> None:
             setup = HttpSetup(args.models, args.state, args.peer_site, args.device)
             for name in args.peers:
                 for spec in make_http_peer(name).servers(setup):
+                    known = read(args.state, spec.name)
+                    if known is not None and alive(known):
+                        continue
                     print(f"{spec.name}: process {start(spec, args.state).pid}", flush=True)
             return
         chosen = [server for server in read_all(args.state) if not args.peers or server.name in args.peers]

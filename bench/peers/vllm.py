@@ -21,6 +21,7 @@ RERANKER = {
     "is_original_qwen3_reranker": True,
 }
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # at the start alone; several servers start together
 
 
 class Vllm:
@@ -48,7 +49,7 @@ class Vllm:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(setup.models / model)]
         options = ["--runner", "pooling", "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
         options += ["--disable-uvicorn-access-log", *MEMORY, *self._options, *more]
-        environment = QUIET | {"VLLM_CACHE_ROOT": str(setup.state / "vllm-cache")}
+        environment = QUIET | COMPILING | {"VLLM_CACHE_ROOT": str(setup.state / "vllm-cache")}
         if setup.peer_site is not None:
             environment["PYTHONPATH"] = str(setup.peer_site)
         return ServerSpec(
@@ -67,7 +68,8 @@ def one_api_server() -> Vllm:
 
 
 def four_api_servers() -> Vllm:
-    return Vllm("vllm-api4", (8303, 8304), ("--no-enable-prefix-caching", "--api-server-count", "4"))
+    options = ("--no-enable-prefix-caching", "--api-server-count", "4")
+    return Vllm("vllm-api4", (8303, 0), options, scores=False)  # scoring is one request at a time
 
 
 def defaults() -> Vllm:

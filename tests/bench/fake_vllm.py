@@ -9,7 +9,7 @@ import sys
 import aiohttp
 from aiohttp import web
 
-from bench.peers import Endpoint, HttpSetup
+from bench.peers import HttpSetup
 from bench.peers.bouquet import PORT
 from bench.peers.vllm import Vllm
 from bench.servers import ServerSpec
@@ -31,16 +31,13 @@ class FakeVllm(Vllm):
             for spec in super().servers(setup)
         ]
 
-    def endpoint(self) -> Endpoint:
-        return super().endpoint()
-
 
 def one() -> FakeVllm:
     return FakeVllm("vllm", (8301, 8302), ())
 
 
 def four() -> FakeVllm:
-    return FakeVllm("vllm-api4", (8303, 8304), ())
+    return FakeVllm("vllm-api4", (8303, 0), (), scores=False)
 
 
 def defaults() -> FakeVllm:
