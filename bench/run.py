@@ -52,7 +52,7 @@ def run_tables(args: argparse.Namespace, into: report.Report) -> None:
         models = args.models or state / "models"
         if args.tokenizer is not None:
             write_models(models, args.tokenizer, SHAPES[args.size])
-        peers = [make_http_peer(variant) for name in args.peer for variant in VARIANTS.get(name, (name,))]
+        peers = [make_http_peer(variant) for name in args.peer for variant in variants_of(name, args.no_variants)]
         ours = make_http_peer("ours")
         setup = HttpSetup(models, state, args.peer_site, args.device)
         specs = [spec for peer in (ours, *peers) for spec in peer.servers(setup)]
@@ -82,6 +82,10 @@ def run_tables(args: argparse.Namespace, into: report.Report) -> None:
             options,
             lambda filled: report.write(filled, args.results),
         )
+
+
+def variants_of(name: str, exactly: bool) -> tuple[str, ...]:
+    return (name,) if exactly else VARIANTS.get(name, (name,))
 
 
 SUITES = {"embeddings": run_embeddings}
@@ -119,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     tables = parser.add_argument_group("the four tables")
     tables.add_argument("--tables", action="store_true", help="measure them even without a server among the peers")
     tables.add_argument("--table", action="append", choices=["1", "2", "3", "4"], help="default: all")
+    tables.add_argument("--no-variants", action="store_true", help="exactly the peers named")
     tables.add_argument("--tokenizer", type=Path, help="Qwen's tokenizer.json; the random models are written with it")
     tables.add_argument("--models", type=Path, help="where they are or go; default: a temporary directory")
     tables.add_argument("--size", default="0.6b", help="of the random models: 0.6b or tiny")
