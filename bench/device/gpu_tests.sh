@@ -8,9 +8,10 @@ set -uo pipefail
 mkdir -p "$OUT"
 failed=0
 
-python3 -m bench.micro.compile_kernels # fills Triton's cache, in parallel where it can
-# no plugins but pytest's own are needed; warnings of this machine's versions are no errors
-python3 -m pytest -o addopts= -W default -p no:cacheprovider -q -m gpu tests/rose/test_gpu_*.py 2>&1 | tee "$OUT/gpu_tests.log" || failed=1
-python3 -m pytest -o addopts= -W default -p no:cacheprovider -q tests/rose/kernels tests/rose/attention 2>&1 | tee "$OUT/kernel_tests.log" || failed=1
+# warnings of this machine's versions are no errors; processes side by side share the compiling of kernels
+python3 -c 'import xdist' 2>/dev/null && parallel="-n 6" || parallel=""
+pytest="python3 -m pytest -o addopts= -W default -p no:cacheprovider -q $parallel"
+$pytest -m gpu tests/rose/test_gpu_*.py 2>&1 | tee "$OUT/gpu_tests.log" || failed=1
+$pytest tests/rose/test_cuda_encoder.py tests/rose/kernels tests/rose/attention 2>&1 | tee "$OUT/kernel_tests.log" || failed=1
 python3 -m bench.micro.encoder_graph --out "$OUT" 2>&1 | tee "$OUT/encoder_graph.log" || failed=1
 exit $failed

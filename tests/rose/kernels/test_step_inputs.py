@@ -11,7 +11,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_seqs", "num_tokens"), [([5], 1, 64), ([1, 7, 130, 2], 4, 192), ([40, 24], 2, 64), ([3] * 5, 8, 64)]
+    ("lengths", "num_seqs", "num_tokens"),
+    [([5], 1, 64), ([1, 7, 130, 2], 4, 192), ([40, 24], 2, 64), ([3] * 5, 8, 64), ([1] * 140, 256, 192)],
 )
 def test_step_inputs(lengths: list[int], num_seqs: int, num_tokens: int) -> None:
     random = np.random.default_rng(0)
