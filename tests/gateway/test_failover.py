@@ -142,7 +142,7 @@ async def test_work_is_sent_again_after_a_standstill_of_our_own(stack: Stack) ->
     scheduler.held.clear()
     scheduler.hold = False
     scheduler.tell_status()  # heard before the next tick, so the link looks alive
-    time.sleep(SILENCE_S + 0.6)
+    time.sleep(SILENCE_S + 0.6)  # noqa: ASYNC251 - the whole loop stands still
     check(await answer)
     assert [submit.attempt for submit in scheduler.submits] == [1, 2]
 
