@@ -79,7 +79,7 @@ async def test_nothing_is_left_behind_by_repeated_kills(stack: Stack) -> None:
             stack.kill(RANK)
             await running.answered(200)
         stack.wait_ready()
-    time.sleep(1)
+    await asyncio.sleep(1)
     after = counts()
     assert all(after[name] <= before[name] + 1 for name in survivors), (before, after)
     assert sorted(os.listdir("/dev/shm")) == shared
@@ -113,10 +113,11 @@ async def test_poison_is_quarantined_and_its_neighbours_are_not(stack: Stack) ->
 
 async def test_one_kill_with_one_request_in_flight_is_answered(run_dir: Path, minilm_dir: Path) -> None:
     with Stack(run_dir, {MODEL: minilm_dir}, fake_rank=["--latency-ms", "800"]) as stack:
-        async with load(stack) as running:
-            time.sleep(0.3)  # the first requests are on the rank now
+        async with Load(stack.url, MODEL, fake_vector, num_workers=1) as running:
+            await asyncio.sleep(0.4)  # the first request is on the rank now
+            assert running.outcome.num_right == 0
             stack.kill(RANK)
-            await running.answered(8)
+            await running.answered(2)
         assert running.outcome.num_failed == 0, running.outcome
         assert running.outcome.num_wrong == 0
 
@@ -162,7 +163,7 @@ async def test_killed_supervisord_leaves_no_orphan_and_the_next_start_is_clean(r
     stack.kill_supervisord()
     deadline = time.monotonic() + 5
     while any(map(alive, family)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
     assert not [pid for pid in family if alive(pid)]
     with stack:
         async with load(stack) as running:
