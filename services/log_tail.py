@@ -30,13 +30,12 @@ class Line(Struct, frozen=True):
 class LogTail:
     """New lines of every program's log in `logs_dir` since the last look; survives rotation."""
 
-    def __init__(self, logs_dir: Path, *, from_start: bool = False) -> None:
+    def __init__(self, logs_dir: Path) -> None:
         self._dir = logs_dir
         self._offsets: dict[str, tuple[int, int]] = {}  # file name → (inode, bytes read)
-        if not from_start:
-            for path in self._files():
-                status = path.stat()
-                self._offsets[path.name] = (status.st_ino, status.st_size)
+        for path in self._files():
+            status = path.stat()
+            self._offsets[path.name] = (status.st_ino, status.st_size)
 
     def lines(self) -> Iterator[Line]:
         for path in self._files():

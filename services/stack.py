@@ -164,7 +164,7 @@ class StartWatch:
             return False
         check_programs(self._run_dir, self._programs)
         for info in processes:
-            self._pids[info.full_name].add(info.pid)
+            self._pids.setdefault(info.full_name, set()).add(info.pid)  # another command may have added some
         for program in self._programs:
             if (deaths := len(self._pids[program.full_name] - {0}) - 1) >= DEATHS_BEFORE_GIVING_UP:
                 raise _keeps_dying(self._run_dir, program, deaths)

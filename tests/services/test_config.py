@@ -81,6 +81,11 @@ def test_paths_become_absolute() -> None:
         ({"gateway": 3}, "gateway: expected a table, got 3"),
         ({"gateway": {"num_gateways": 0}}, "gateway.num_gateways: must be 1..64, got 0"),
         ({"gateway": {"timeout_ms": -5}}, "gateway.timeout_ms: must be 1..86400000, got -5"),
+        (
+            {"scheduler": {"gateway_heartbeat_ms": 500}},
+            "scheduler.gateway_heartbeat_ms: must be 4000..86400000, got 500",
+        ),
+        ({"scheduler": {"canary_interval_ms": 60_000}}, "scheduler.canary_interval_ms: must be 100..10000, got 60000"),
         ({"scheduler": {"bulk_share": 1.5}}, "scheduler.bulk_share: must be 0.0..1.0, got 1.5"),
         ({"scheduler": {"bulk_share": float("nan")}}, "scheduler.bulk_share: must be 0.0..1.0, got nan"),
         (
