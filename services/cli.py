@@ -179,7 +179,7 @@ def restart(given: argparse.Namespace) -> int:
 def scale(given: argparse.Namespace) -> int:
     run_dir, run = _running(given)
     name, equals, count = given.target.rpartition("=")
-    if not equals or not count.isdigit():
+    if not equals or not (count.isascii() and count.isdigit() and len(count) < 10):
         raise StackError(f"{given.target!r} is not NAME=K, for example all-minilm-l6-v2=2")
     with exclusive(run_dir), SupervisorClient(run_dir) as client:
         Rolling(_need(run), client, _say).scale(_model(_need(run).config, name), int(count))

@@ -45,8 +45,12 @@ class ReplicaTable(Struct):
             if entry.id == replica:
                 entry.state = state
 
-    def num_active(self, model: str) -> int:
-        return sum(entry.state == "active" for entry in self.models[model].replicas)
+    def num_active(self, model: str, apart_from: str = "") -> int:
+        """Replicas that take work, `apart_from` not counted."""
+        return sum(entry.state == "active" and entry.id != apart_from for entry in self.models[model].replicas)
+
+    def draining(self, model: str) -> list[str]:
+        return [entry.id for entry in self.models[model].replicas if entry.state == "draining"]
 
     def free_id(self, model: str) -> str:
         """The id of a new replica: the lowest index not in use."""

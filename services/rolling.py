@@ -42,27 +42,30 @@ class Rolling:
     def restart_replica(self, model: ModelConfig, replica: str) -> None:
         """Other replicas take the work meanwhile; with none, requests wait in the gateways."""
         table = read_replicas(self._run_dir)
-        shared = table.num_active(model.name) > 1
+        shared = table.num_active(model.name, apart_from=replica) > 0
         if shared:
             self._mark(table, model, replica, "draining")
         try:
             self._say(f"{replica}: stopping" if shared else f"{replica}: stopping (the only one: requests wait)")
-            self._stop_replica(model, replica)
-            for rank in range(model.tensor_parallel_size):
-                self._client.start(rank_program(replica, rank).full_name)
-            self._client.start(scheduler_program(replica).full_name)
+            try:
+                self._stop_replica(model, replica)
+            finally:  # also on Ctrl-C: supervisord starts nothing again that it was told to stop
+                self._start_replica(model, replica)
             self._wait_ready(model, replica)
         finally:
-            if shared:
-                self._mark(read_replicas(self._run_dir), model, replica, "active")
+            table = read_replicas(self._run_dir)
+            if replica in table.draining(model.name):
+                self._mark(table, model, replica, "active")
         self._say(f"{replica}: ready")
 
     def restart_gateways(self) -> None:
         """One at a time; the others answer meanwhile."""
         for index in range(self._config.gateway.num_gateways):
             program = gateway_program(index)
-            self._client.stop(program.full_name)
-            self._client.start(program.full_name)
+            try:
+                self._client.stop(program.full_name)
+            finally:  # also on Ctrl-C
+                self._client.start(program.full_name)
             self._wait(partial(self._gateway_listens, program), GATEWAY_START_S, [program])
             self._say(f"{program.name}: listening")
 
@@ -70,6 +73,8 @@ class Rolling:
         """Adds or removes replicas until there are `count`."""
         if not 1 <= count <= MAX_REPLICAS:
             raise StackError(f"{model.name}={count}: must be 1..{MAX_REPLICAS}")
+        for replica in read_replicas(self._run_dir).draining(model.name):  # left by a command that was interrupted
+            self._remove(model, replica)
         replicas = read_replicas(self._run_dir).ids(model.name)
         for _ in range(count - len(replicas)):
             self._add(model)
@@ -83,6 +88,7 @@ class Rolling:
         replica_file(self._run_dir, replica).write_text(replica_config(model, replica, self._run_dir))
         try:
             self._client.add_group(replica_group(replica))
+            self._start_replica(model, replica)  # a group that was there already may have been stopped
             self._wait_ready(model, replica)
         except BaseException:  # also Ctrl-C: half a replica must not stay
             self._forget(model, replica)
@@ -114,6 +120,11 @@ class Rolling:
         """The scheduler first: it finishes what it has, for which it needs its ranks."""
         for program in reversed(replica_programs(replica, model.tensor_parallel_size)):
             self._client.stop(program.full_name)
+
+    def _start_replica(self, model: ModelConfig, replica: str) -> None:
+        for rank in range(model.tensor_parallel_size):
+            self._client.start(rank_program(replica, rank).full_name)
+        self._client.start(scheduler_program(replica).full_name)
 
     def _mark(self, table: ReplicaTable, model: ModelConfig, replica: str, state: str) -> None:
         table.mark(model.name, replica, "draining" if state == "draining" else "active")
@@ -149,11 +160,12 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         raise StackError(f"no stack runs in {run_dir} (`bouquet up` starts one)")
     fd = os.open(run_dir / "ops.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(
+                "another bouquet restart or scale is at work on this stack; wait until it has finished"
+            ) from None
         yield
-    except BlockingIOError:
-        raise StackError(
-            "another bouquet restart or scale is at work on this stack; wait until it has finished"
-        ) from None
     finally:
         os.close(fd)

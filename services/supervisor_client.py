@@ -1,6 +1,7 @@
 """Asks a running supervisord over its Unix socket. Knows programs and groups, not what they do."""
 
 import http.client
+import time
 import xmlrpc.client
 from pathlib import Path
 from types import TracebackType
@@ -8,6 +9,8 @@ from typing import Any, cast
 
 from msgspec import Struct
 from supervisor.xmlrpc import Faults, SupervisorTransport
+
+STOPPING_POLL_S = 0.05
 
 
 class ProcessInfo(Struct, frozen=True):
@@ -66,11 +69,13 @@ class SupervisorClient:
 
     def start(self, full_name: str) -> None:
         """Starts a program without waiting until it has run for startsecs."""
+        self._await_end(full_name)
         self._call("startProcess", full_name, False, fine=Faults.ALREADY_STARTED)
 
     def stop(self, full_name: str) -> None:
         """Stops a program and waits for its end."""
         self._call("stopProcess", full_name, True, fine=Faults.NOT_RUNNING)
+        self._await_end(full_name)
 
     def add_group(self, group: str) -> None:
         """Starts a group whose file has just been written."""
@@ -81,6 +86,11 @@ class SupervisorClient:
         """Forgets a group; its programs must have been stopped."""
         self._call("removeProcessGroup", group, fine=Faults.BAD_NAME)
         self._call("reloadConfig")
+
+    def _await_end(self, full_name: str) -> None:
+        """Until a program is not on its way out: then it counts as not running, and a start is lost in silence."""
+        while any(info.full_name == full_name and info.statename == "STOPPING" for info in self.processes()):
+            time.sleep(STOPPING_POLL_S)
 
     def _call(self, method: str, *arguments: Any, fine: int | None = None) -> Any:
         """`fine`: the fault that says that nothing had to be done."""
@@ -93,3 +103,6 @@ class SupervisorClient:
             raise SupervisorRefused(f"supervisord refuses {what}: {fault.faultString}") from None
         except (OSError, http.client.HTTPException) as error:
             raise SupervisorGone(f"supervisord does not answer ({error})") from error
+        except KeyboardInterrupt:
+            self._transport.close()  # half an answer is under way: the next call needs a connection of its own
+            raise

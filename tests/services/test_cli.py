@@ -77,6 +77,8 @@ def test_pull_prints_where_the_files_are(config: Path, capsys: pytest.CaptureFix
         (["scale", "m=2"], 1, "no stack runs in"),
         (["scale", "m"], 1, "'m' is not NAME=K"),
         (["scale", "m=-1"], 1, "'m=-1' is not NAME=K"),
+        (["scale", "m=²"], 1, "'m=²' is not NAME=K"),
+        (["scale", "m=" + "9" * 5000], 1, "is not NAME=K"),
     ],
 )
 def test_without_a_stack(

@@ -10,7 +10,7 @@ from ipc.control import Status
 from services import rolling
 from services.config import RunConfig, build_config
 from services.crash_guard import CrashGuard
-from services.replicas import read_replicas
+from services.replicas import read_replicas, write_replicas
 from services.rolling import Rolling, exclusive
 from services.stack import StackError, write_stack
 from services.supervisor_client import ProcessInfo
@@ -108,6 +108,64 @@ def test_a_replica_that_does_not_come_back_stops_the_roll(
     assert world.supervisor.listed() == "0 1"  # whether it takes work is its own word from here on
 
 
+@pytest.mark.parametrize("stopped", ["m-0:scheduler", "m-0:rank-0"])
+def test_an_interrupted_restart_leaves_nothing_stopped(
+    stopped: str, make_world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(2)
+    _interrupt_at(world, stopped, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        world.rolling.restart_replica(world.model, "m/0")
+    assert world.supervisor.calls[-2:] == ["start m-0:rank-0 [0- 1]", "start m-0:scheduler [0- 1]"]
+    assert world.supervisor.listed() == "0 1"
+
+
+def test_an_interrupted_restart_leaves_no_gateway_stopped(
+    make_world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(1)
+    _interrupt_at(world, "gateways:gateway-1", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        world.rolling.restart_gateways()
+    assert world.supervisor.calls[-1] == "start gateways:gateway-1 [0]"
+
+
+def _interrupt_at(world: World, stopped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while `stopped` is being stopped."""
+    stop = world.supervisor.stop
+
+    def interrupted(full_name: str) -> None:
+        stop(full_name)
+        if full_name == stopped:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.supervisor, "stop", interrupted)
+
+
+def _leave_draining(world: World, replica: str) -> None:
+    """What a killed command leaves."""
+    table = read_replicas(world.run_dir)
+    table.mark("m", replica, "draining")
+    write_replicas(world.run_dir, table)
+
+
+def test_a_restart_takes_up_a_replica_left_draining(make_world: Callable[[int], World]) -> None:
+    world = make_world(2)
+    _leave_draining(world, "m/0")
+    for replica in ("m/0", "m/1"):
+        world.rolling.restart_replica(world.model, replica)
+    assert world.supervisor.listed() == "0 1"
+    assert not any("requests wait" in text for text in world.said)  # there was always one that served
+
+
+def test_scaling_replaces_a_replica_left_draining(make_world: Callable[[int], World]) -> None:
+    world = make_world(2)
+    _leave_draining(world, "m/1")
+    world.rolling.scale(world.model, 2)
+    assert "remove m-1 [0 1-]" in world.supervisor.calls
+    assert world.supervisor.listed() == "0 1"
+
+
 def test_gateways_restart_one_by_one(make_world: Callable[[int], World]) -> None:
     world = make_world(1)
     world.rolling.restart_gateways()
@@ -131,7 +189,7 @@ def test_scaling_up_lists_a_replica_once_it_is_ready(
 
     monkeypatch.setattr(rolling, "replica_status", status)
     world.rolling.scale(world.model, 3)
-    assert world.supervisor.calls == ["add m-1 [0]", "add m-2 [0 1]"]
+    assert [call for call in world.supervisor.calls if call.startswith("add")] == ["add m-1 [0]", "add m-2 [0 1]"]
     assert listed == ["m/1: 0", "m/2: 0 1"]
     assert world.supervisor.listed() == "0 1 2"
 

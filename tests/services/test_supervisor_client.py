@@ -91,6 +91,44 @@ def test_groups_come_and_go(run_dir: Path) -> None:
             client.start("b:waiter")
 
 
+def test_a_start_waits_for_a_stop_that_is_under_way(run_dir: Path) -> None:
+    slow = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.5), exit(0))); time.sleep(60)"
+    (run_dir / "programs" / "s.conf").write_text(
+        f'[group:s]\nprograms=s-waiter\n[program:s-waiter]\nprocess_name=waiter\ncommand={sys.executable} -c "{slow}"\n'
+    )
+    with SupervisorClient(run_dir) as client, SupervisorClient(run_dir) as other:
+        client.add_group("s")
+        wait_for(lambda: started(client, "s:waiter"))
+        time.sleep(0.3)  # for its handler to be there
+        before = find(client, "s:waiter")
+        assert before is not None
+        other._call("stopProcess", "s:waiter", False)
+        client.start("s:waiter")
+        after = find(client, "s:waiter")
+        assert after is not None
+        assert after.pid not in (0, before.pid)
+
+
+def test_an_interrupted_call_does_not_spoil_the_next(run_dir: Path) -> None:
+    with SupervisorClient(run_dir) as client:
+        wait_for(lambda: started(client, "a:waiter"))
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        pid = client.pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                client.processes()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            signal.signal(signal.SIGALRM, previous)
+        assert client.pid() == pid
+
+
 def test_an_ordered_stop_frees_the_directory(run_dir: Path) -> None:
     with pytest.raises(StackError, match="already running"):
         take_lock(run_dir, wait_s=0)
