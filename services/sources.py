@@ -93,13 +93,6 @@ def resolve_source(
     return directory
 
 
-def default_model_dir(progress: Progress | None = None) -> Path:
-    """The default model's directory, fetched into the default cache on first use. Raises SourceError."""
-    from services.config import default_cache_dir
-
-    return resolve_source(DEFAULT_SOURCE, default_cache_dir(), progress=progress)
-
-
 def check_model_dir(directory: Path) -> None:
     """Raises SourceError unless `directory` holds a readable config.json, a tokenizer and all safetensors files."""
     config = directory / "config.json"

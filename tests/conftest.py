@@ -9,10 +9,11 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from services.sources import default_model_dir
+from services.config import default_cache_dir
+from services.sources import DEFAULT_SOURCE, resolve_source
 
 
 @pytest.fixture(scope="session")
 def minilm_dir() -> Path:
     """The real default model (all-MiniLM-L6-v2) in Hugging Face layout; fetched on first use."""
-    return default_model_dir()
+    return resolve_source(DEFAULT_SOURCE, default_cache_dir())
