@@ -1,6 +1,7 @@
 """Every attention backend on a GPU, by head dimension, mask and lengths: error, microseconds a layer, planning cost.
 
     python -m bench.micro.attention [--out DIR] [--only NAME] [--backends triton,fa2,...]
+    python -m bench.micro.attention --tables-of A.json B.json --out rose/attention    # no GPU
 
 Each variant is compared with float32 (sampled rows), then timed as captured in a graph; backends for graphs are also
 replayed with other lengths under the same key and compared again. Writes attention.json, and choice_table.py: the
@@ -8,11 +9,13 @@ fastest backend of each point, to be copied to rose/attention/.
 """
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -390,8 +393,6 @@ def write_table(directory: str | None, records: list[dict[str, Any]]) -> str:
     ]
     text = TABLE_HEAD + "\n".join(lines) + "\n)\n"
     if directory is not None:
-        from pathlib import Path
-
         (Path(directory) / "choice_table.py").write_text(text)
     return text
 
@@ -415,7 +416,12 @@ def main() -> None:
     parser.add_argument("--backends", default="triton,fa2,fa3")
     parser.add_argument("--no-compile", action="store_true", help="the compiler's cache is filled already")
     parser.add_argument("--budget-s", type=float, default=130.0, help="points not begun by then are skipped")
+    parser.add_argument("--tables-of", nargs="+", metavar="JSON", help="measure nothing: the table of earlier results")
     args = parser.parse_args()
+    if args.tables_of:
+        earlier = [json.loads(Path(name).read_text())["records"] for name in args.tables_of]
+        print(write_table(args.out, [record for records in earlier for record in records]))
+        return
     begin = time.perf_counter()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
