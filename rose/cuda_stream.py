@@ -5,6 +5,7 @@ and for slots that are plain memory of this process, copies go through page-lock
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -72,11 +73,12 @@ class CudaStream:
 
     def copy_out(self, source: Tensor, target: Bytes) -> None:
         host = torch.from_numpy(target)
-        if self._locked is None:
-            staged = self._buffers()[1][: len(target)]
-            self._landing = lambda: _copy(host, staged)
-            host = staged
-        host.copy_(source, non_blocking=True)
+        if self._locked is not None:
+            host.copy_(source, non_blocking=True)
+            return
+        staged = self._buffers()[1][: len(target)]
+        staged.copy_(source, non_blocking=True)
+        self._landing = partial(_copy, host, staged)
 
     def finish(self) -> CudaLazyTensor:
         event = torch.cuda.Event()

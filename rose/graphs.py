@@ -70,6 +70,7 @@ class GraphManager:
         attention.prepare(cu_seqlens_host)
         if mode == "capture":
             self._capture(key, attention)
+            attention.prepare(cu_seqlens_host)
         graph = self._graphs.get(key)
         if graph is None:
             self.counters.eager += 1
@@ -120,6 +121,7 @@ class GraphManager:
     def _capture(self, key: GraphKey, attention: StaticAttention) -> None:
         """Out of memory: the shape stays without a graph for now."""
         started, free = time.perf_counter(), self._free_bytes()
+        attention.prepare([0] + [key.num_tokens] * key.num_seqs)
         try:
             graph = self._stream.capture(lambda: self._forward(key, attention))
         except torch.OutOfMemoryError:

@@ -39,7 +39,9 @@ class FlashInferBackend:
         lengths = tuple(sequences.cu_seqlens_host)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-            return _run(self._planned(lengths, shape), q, k, v, None)
+            out = q.new_empty(len(q), shape.num_heads, max(shape.head_dim, _MIN_HEAD_DIM))
+            out[lengths[-1] :].zero_()
+            return _run(self._planned(lengths, shape), q, k, v, out, lengths[-1])
 
         return attend
 
@@ -104,7 +106,7 @@ class FlashInferStatic:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         assert shape == self._shape, f"planned for {self._shape}, called with {shape}: one plan serves one shape"
-        return _run(self._wrapper, q, k, v, self._out)
+        return _run(self._wrapper, q, k, v, self._out, self._last[-1])
 
 
 def _plan(wrapper: Any, cu_seqlens: Tensor, shape: AttentionShape, dtype: torch.dtype) -> None:
@@ -115,9 +117,13 @@ def _plan(wrapper: Any, cu_seqlens: Tensor, shape: AttentionShape, dtype: torch.
     )  # fmt: skip
 
 
-def _run(wrapper: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Tensor:
+def _run(wrapper: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, num_tokens: int) -> Tensor:
+    """Into `out` and returns it; FlashInfer refuses rows behind the `num_tokens` planned, so they are kept from it."""
     head_dim = q.shape[-1]
+    q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
     if head_dim >= _MIN_HEAD_DIM:
-        return wrapper.run(q, k, v, out=out)
+        wrapper.run(q, k, v, out=out[:num_tokens])
+        return out
     q, k, v = (F.pad(x, (0, _MIN_HEAD_DIM - head_dim)) for x in (q, k, v))
-    return wrapper.run(q, k, v, out=out)[..., :head_dim].contiguous()
+    wrapper.run(q, k, v, out=out[:num_tokens])
+    return out[..., :head_dim].contiguous()

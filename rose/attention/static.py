@@ -12,7 +12,8 @@ from rose.attention.interface import AttentionShape
 
 class StaticAttention(Protocol):
     def prepare(self, cu_seqlens_host: list[int]) -> None:
-        """Before capture and before each replay, on the replay's stream: the lengths of the coming step.
+        """Before each run and each replay, on its stream: the lengths of the coming step. Before a capture: all tokens
+        in the first sequence, so that no launch is sized for less; after it again, before the replay.
 
         N + 1 offsets; empty sequences allowed; the last may be below the key's number of tokens. Never waits for the
         device; may enqueue copies.
