@@ -83,6 +83,7 @@ def find_conflicts(config: "ServiceConfig") -> list[str]:
 
 def _model_problems(config: "ServiceConfig") -> Iterator[str]:
     seen: dict[str, int] = {}
+    listening: dict[str, int] = {}
     if not config.models:
         yield "models: none given; add a [[models]] table with name and source"
     for index, model in enumerate(config.models):
@@ -101,6 +102,9 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
                 yield f"{key}.scheduler.listen: must be tcp://address:port, got {model.scheduler.listen!r}"
             if model.replicas > 1:
                 yield f"{key}.scheduler.listen: one endpoint cannot serve {model.replicas} replicas; set replicas = 1"
+            first = listening.setdefault(model.scheduler.listen, index)
+            if first != index:
+                yield f"{key}.scheduler.listen: models[{first}] listens there; give each model an endpoint of its own"
         if model.tensor_parallel_size > 1:
             yield f"{key}.tensor_parallel_size: {model.tensor_parallel_size} is not supported yet; only 1 is"
 

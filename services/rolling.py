@@ -73,6 +73,10 @@ class Rolling:
         """Adds or removes replicas until there are `count`."""
         if not 1 <= count <= MAX_REPLICAS:
             raise StackError(f"{model.name}={count}: must be 1..{MAX_REPLICAS}")
+        if count > 1 and model.scheduler.listen is not None:
+            raise StackError(
+                f"{model.name}={count}: scheduler.listen is one endpoint, for one replica; take it out first"
+            )
         for replica in read_replicas(self._run_dir).draining(model.name):  # left by a command that was interrupted
             self._remove(model, replica)
         replicas = read_replicas(self._run_dir).ids(model.name)

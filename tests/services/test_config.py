@@ -109,6 +109,10 @@ def test_paths_become_absolute() -> None:
             {"models": [{**MODEL, "replicas": 2}], "scheduler": {"listen": "tcp://*:1"}},
             "models[0].scheduler.listen: one endpoint cannot serve 2 replicas",
         ),
+        (
+            {"models": [MODEL, {**MODEL, "name": "n"}], "scheduler": {"listen": "tcp://*:1"}},
+            "models[1].scheduler.listen: models[0] listens there",
+        ),
         ({"run_dir": "/" + 90 * "x"}, "run_dir: socket path is"),
         ({"run_dir": "/tmp/a;b"}, "run_dir: '/tmp/a;b' may hold only"),
         ({"gateway": {"max_request_tokens": 3_000_000}}, "models[0].scheduler.max_pending_tokens: 2000000 is less"),

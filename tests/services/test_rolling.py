@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ipc.addresses import crash_file
 from ipc.control import Status
+from scheduler.config import SchedulerConfig
 from services import rolling
 from services.config import RunConfig, build_config
 from services.crash_guard import CrashGuard
@@ -221,6 +223,14 @@ def test_a_new_replica_that_cannot_boot_is_removed_again(
     assert world.supervisor.calls[-1] == "remove m-1 [0]"
     assert not crash_file(world.run_dir, "m-1-rank-0").exists()
     assert world.supervisor.listed() == "0"
+
+
+def test_a_replica_that_listens_on_tcp_stays_the_only_one(make_world: Callable[[int], World]) -> None:
+    world = make_world(1)
+    model = replace(world.model, scheduler=SchedulerConfig(listen="tcp://127.0.0.1:7000"))
+    with pytest.raises(StackError, match="one endpoint, for one replica"):
+        world.rolling.scale(model, 2)
+    assert world.supervisor.calls == []
 
 
 @pytest.mark.parametrize("count", [0, 65])
