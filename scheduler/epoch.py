@@ -30,7 +30,7 @@ class Epoch:
     """`members` are in rank order. Times are seconds on the monotonic clock."""
 
     def __init__(self, members: list[Member], now: float) -> None:
-        """Raises BadFacts; OSError where the memory of the ring is not to be had."""
+        """Raises BadFacts; OSError or OverflowError where the memory of the ring is not to be had."""
         self.id = new_incarnation()
         self.members = members
         self.facts = agreed_facts([member.facts for member in members])

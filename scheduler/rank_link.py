@@ -173,7 +173,7 @@ class RankLink:
         members = [self._fresh[rank] for rank in range(self._size)]
         try:
             epoch = Epoch(members, time.monotonic())
-        except (BadFacts, OSError) as error:
+        except (BadFacts, OSError, OverflowError) as error:
             self._log("no_epoch", level="error", reason=str(error))
             for member in members:
                 del self._fresh[member.rank]

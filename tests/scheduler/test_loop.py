@@ -539,7 +539,8 @@ async def test_a_stop_does_not_wait_for_ranks_that_stop_too() -> None:
             codes.append(message.code if isinstance(message, Rejected) else "ok")
         await task
         finished = codes.count("ok")
-        assert 1 <= finished <= 5, [(e["event"], e.get("reason"), e.get("state")) for e in made.events[6:]]  # what was in flight was finished, what waited goes elsewhere
+        # what was in flight was finished, what waited goes elsewhere
+        assert 1 <= finished <= 5, [(e["event"], e.get("reason"), e.get("state")) for e in made.events[6:]]
         assert codes == ["ok"] * finished + ["draining"] * (6 - finished)
 
 
