@@ -50,6 +50,11 @@ def crash_file(run_dir: Path, program: str) -> Path:
     return run_dir / "starts" / f"{_file_name(program)}.json"
 
 
+def shapes_file(run_dir: Path, model: str) -> Path:
+    """Shapes of a model's steps that had graphs, for its ranks' next start."""
+    return run_dir / "shapes" / f"{_file_name(model)}.json"
+
+
 def _file_name(name: str) -> str:
     """`name` as one path component. Different names give different files: `a/b` is `a@b`, `a@b` is `a=40b`."""
     escaped = quote(name, safe="").replace("%2F", "@").replace("%", "=")

@@ -99,6 +99,7 @@ class StepResult(Struct, frozen=True, tag=True, omit_defaults=True):
     epoch: Id
     step: Id
     compute_us: Count = 0
+    idle_work: bool = False  # the ranks have work for idle steps: graphs to capture
 
 
 class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):

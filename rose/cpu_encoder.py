@@ -16,6 +16,8 @@ from rose.runner import LazyTensor
 
 
 class CpuEncoder:
+    idle_work = False
+
     def __init__(self, parts: EncoderParts, facts: ModelFacts, num_threads: int) -> None:
         pack_linears(parts.model)
         self._encoder = Encoder(parts, SdpaBackend(), torch.device("cpu"))

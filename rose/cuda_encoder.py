@@ -24,7 +24,7 @@ from rose.encoder import EncoderParts
 from rose.graph_policy import GraphKey, GraphPolicy, encode_shapes, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
-from rose.models.config import ModelConfig
+from rose.models.config import ModelConfig, ModelError
 from rose.models.task import EmbedTask
 from rose.runner import LazyTensor, OutOfMemory
 from rose.shape_list import read_shapes, write_shapes
@@ -38,7 +38,7 @@ CROSSOVER_MARGIN = 2.0  # a launching thread has neighbours, the GPU has none
 class CudaEncoder:
     """`stream` is the device's; `shapes` is where the list of captured shapes is kept, if anywhere.
 
-    Raises ValueError for an attention backend that cannot run here, torch.OutOfMemoryError.
+    Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
     """
 
     def __init__(
@@ -61,9 +61,12 @@ class CudaEncoder:
         shape = AttentionShape(
             model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim**-0.5, model.causal
         )
-        self._backends = Backends(
-            shape, dtype, device, override=config.attention, num_plans=facts.num_steps_in_flight + 2
-        )
+        try:
+            self._backends = Backends(
+                shape, dtype, device, override=config.attention, num_plans=facts.num_steps_in_flight + 2
+            )
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         pools = isinstance(parts.task, EmbedTask)
         self._encoder = StaticEncoder(
             parts.model,
@@ -110,6 +113,10 @@ class CudaEncoder:
             raise OutOfMemory(str(error)) from error
         stream.copy_out(buffers.outputs[:num_output_bytes], cast(Bytes, arrays["outputs"][:num_output_bytes]))
         return stream.finish()
+
+    @property
+    def idle_work(self) -> bool:
+        return self.graphs.num_waiting > 0
 
     def idle(self) -> LazyTensor:
         """Captures one listed shape, if any is left."""

@@ -31,8 +31,11 @@ class DeviceEncoder(Protocol):
 
     def encode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor: ...
 
+    @property
+    def idle_work(self) -> bool: ...
+
     def idle(self) -> LazyTensor:
-        """What the device does when there is nothing to do."""
+        """A bit of what the device does when there is nothing to do."""
 
     def attach(self, ring: StepRing | None) -> None: ...
 
@@ -100,6 +103,10 @@ class EncoderRunner:
 
     def figures(self) -> dict[str, float]:
         return self._loaded.figures()
+
+    @property
+    def idle_work(self) -> bool:
+        return self._loaded.idle_work
 
     @property
     def _loaded(self) -> DeviceEncoder:

@@ -27,6 +27,10 @@ class Runner(Protocol):
 
     facts: ModelFacts  # from configuration alone until `load` has run
 
+    @property
+    def idle_work(self) -> bool:
+        """Whether an idle step would be put to use; may change with every step."""
+
     def load(self, join: Join) -> ModelFacts:
         """Weights, memory, and one real forward pass of the largest admissible shape. Returns final facts."""
 
@@ -38,3 +42,6 @@ class Runner(Protocol):
 
     def drain(self) -> None:
         """Waits until no step is running."""
+
+    def figures(self) -> dict[str, float]:
+        """Counters (names end in `_total`) and gauges of the device, once loaded."""

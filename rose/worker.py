@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from ipc.control import Drain, Heartbeat
+from ipc.control import Drain, Heartbeat, ProcessStats
 from ipc.step import Ready, Shutdown, StepFailed, StepPlan, StepResult
 from ipc.types import new_incarnation
 from rose.link import SchedulerGone, SchedulerLink, Stopped
@@ -55,8 +55,15 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
             runner.attach(link.ring)
             try:
                 link.send(Ready(link.join.epoch, incarnation, rank, runner.facts, load_ms))
-                log("ready", replica=replica, rank=rank, epoch=f"{link.join.epoch:x}", load_ms=round(load_ms, 1))
-                _Epoch(link, runner, incarnation, rank, log, spin_us).run()
+                log(
+                    "ready",
+                    replica=replica,
+                    rank=rank,
+                    epoch=f"{link.join.epoch:x}",
+                    load_ms=round(load_ms, 1),
+                    **runner.figures(),
+                )
+                _Epoch(link, runner, incarnation, replica, rank, log, spin_us).run()
                 return EXIT_STOPPED
             except SchedulerGone as gone:
                 log("scheduler_gone", replica=replica, rank=rank, reason=str(gone))
@@ -74,12 +81,14 @@ class _Epoch:
     """The loop within one epoch."""
 
     def __init__(
-        self, link: SchedulerLink, runner: Runner, incarnation: int, rank: int, log: Log, spin_us: int
+        self, link: SchedulerLink, runner: Runner, incarnation: int, replica: str, rank: int, log: Log, spin_us: int
     ) -> None:
         self.link = link
         self.runner = runner
         self.incarnation = incarnation
         self.epoch = link.join.epoch
+        self.replica = replica
+        self.rank = rank
         self.leads = rank == 0
         self.log = log
         self.spin_seconds = spin_us / 1e6
@@ -98,7 +107,7 @@ class _Epoch:
             if received or self.pending:
                 spin_until = now + self.spin_seconds
             if now >= next_beat:
-                self.link.send(Heartbeat(self.incarnation, self.epoch, self.last_step))
+                self.link.send(Heartbeat(self.incarnation, self.epoch, self.last_step, self.stats()))
                 next_beat = now + HEARTBEAT_SECONDS
             if self.stopping and not received and not busy:  # a round ago: the I/O thread has sent the last result
                 self.log("stopped", last_step=self.last_step)
@@ -159,7 +168,14 @@ class _Epoch:
             self.pending.popleft()
             self.last_step = plan.step
             if self.leads:
-                self.link.send(StepResult(self.epoch, plan.step, int((time.monotonic() - started) * 1e6)))
+                compute_us = int((time.monotonic() - started) * 1e6)
+                self.link.send(StepResult(self.epoch, plan.step, compute_us, self.runner.idle_work))
+
+    def stats(self) -> ProcessStats | None:
+        """The runner's figures as Prometheus samples; None where it has none."""
+        labels = f'{{replica="{self.replica}",rank="{self.rank}"}}'
+        values = {f"bouquet_rank_{name}{labels}": float(value) for name, value in self.runner.figures().items()}
+        return ProcessStats(f"rank/{self.replica}/{self.rank}", self.incarnation, values) if values else None
 
     def fail_small(self, plan: StepPlan, error: OutOfMemory) -> None:
         self.log("step_out_of_memory", step=plan.step, num_seqs=plan.num_seqs, num_tokens=plan.num_tokens)

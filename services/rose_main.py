@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from ipc.addresses import shapes_file
 from services.boot import CannotBoot, arguments, run_program, settle_memory
 from services.config import RunConfig
 from services.log import Log
@@ -30,7 +31,7 @@ def serve(run: RunConfig, log: Log, run_dir: Path, model: str, replica: str, ran
     log("imported")
     config = run.config.model(model).rank
     try:
-        runner = EncoderRunner(model, run.paths()[model], config)
+        runner = EncoderRunner(model, run.paths()[model], config, shapes=shapes_file(run_dir, model))
     except ValueError as error:  # files or settings; nothing else has happened yet
         raise CannotBoot(f"{model}: {error}") from error
     settle_memory()

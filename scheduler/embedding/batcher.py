@@ -6,6 +6,7 @@ while alone convict it. Knows nothing of sockets, clocks and epochs; a step's nu
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ipc.step import STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
@@ -56,6 +57,7 @@ class EncodePlanner:
         self._last_step = 0
         self._finished_at: float | None = None  # when a step last finished; None: a canary is due at once
         self._seen_version = quarantine.version
+        self._idle_work = False  # the ranks would make use of an idle step
 
     # --- the protocol ---------------------------------------------------------------------------------------
 
@@ -85,13 +87,15 @@ class EncodePlanner:
             step = _Step(self._last_step + 1, [])
             step.num_seqs, step.num_tokens = write_canary(arrays)
             self._stats.num_canaries += 1
+        elif self._idle_work and not self._in_flight:
+            step = _Step(self._last_step + 1, [])
         if step is None:
             return None, replies
         self._last_step = step.step
         self._in_flight[step.step] = step
         self._publish()
-        canary = not step.runs
-        return StepPlan(0, step.step, slot, "encode", step.num_seqs, step.num_tokens, canary), replies
+        kind: Literal["encode", "idle"] = "encode" if step.num_seqs else "idle"
+        return StepPlan(0, step.step, slot, kind, step.num_seqs, step.num_tokens, canary=not step.runs), replies
 
     def apply(self, result: StepResult | StepFailed, arrays: Arrays, now: float) -> list[Reply]:
         if isinstance(result, StepFailed) and result.kind == "fatal":
@@ -100,6 +104,7 @@ class EncodePlanner:
         if step is None:
             self._stats.stale["rank"] += 1
             return []
+        self._idle_work = isinstance(result, StepResult) and result.idle_work
         if isinstance(result, StepFailed):
             self._out_of_memory(step, now)
         else:
@@ -120,6 +125,7 @@ class EncodePlanner:
         steps, self._in_flight = list(self._in_flight.values()), {}
         self._limit.lift()
         self._finished_at = None
+        self._idle_work = False
         for step in reversed(steps):  # each goes to the front, so the oldest last
             for run in reversed(step.runs):
                 self._return(run, suspect=step.suspect or not ordered)

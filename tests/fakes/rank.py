@@ -68,9 +68,12 @@ class FakeStep:
 class FakeRunner:
     """Hash vectors, with hooks for faults."""
 
+    idle_work = False
+
     def __init__(self, facts: ModelFacts, options: argparse.Namespace) -> None:
         self.facts = facts
         self._options = options
+        self._num_steps = 0
         self._event_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
 
     def load(self, join: Join) -> ModelFacts:
@@ -83,10 +86,14 @@ class FakeRunner:
     def drain(self) -> None:
         pass
 
+    def figures(self) -> dict[str, float]:
+        return {"fake_steps_total": self._num_steps}
+
     def step(self, plan: StepPlan, arrays: Arrays) -> FakeStep:
         ids = arrays["input_ids"][: plan.num_tokens]
         cu_seqlens = arrays["cu_seqlens"]
         options = self._options
+        self._num_steps += 1
         if options.die_on is not None and (ids == options.die_on).any():
             os.kill(os.getpid(), signal.SIGKILL)
         if options.fault_on is not None and (ids == options.fault_on).any():

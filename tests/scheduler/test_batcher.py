@@ -13,6 +13,7 @@ from ipc.step import (
     ROW_POOLING,
     ROW_TYPE_START,
     StepFailed,
+    StepPlan,
     StepResult,
 )
 from ipc.submit import Rejected, Result, Submit
@@ -356,3 +357,24 @@ def test_a_canary_runs_when_idle_and_only_then() -> None:
     assert again is not None
     assert again.canary
     assert sim.answers.keys() == {(GATEWAY, 1)}  # nobody is told of canaries
+
+
+def test_idle_steps_run_while_ranks_have_use_for_them() -> None:
+    sim = Sim(canary_interval_ms=10**9)
+    planner = sim.planner
+
+    def answer(plan: StepPlan, idle_work: bool) -> None:
+        planner.apply(StepResult(1, plan.step, 5, idle_work), sim.slots[plan.slot], sim.now)
+
+    canary, _ = planner.plan(sim.now, 0, sim.slots[0])
+    assert canary is not None
+    answer(canary, idle_work=True)
+    idle, _ = planner.plan(sim.now, 0, sim.slots[0])
+    assert idle is not None
+    assert (idle.kind, idle.num_seqs) == ("idle", 0)
+    assert planner.plan(sim.now, 1, sim.slots[1])[0] is None  # one at a time
+    answer(idle, idle_work=True)
+    sim.submit(1, [[3, 4], [5]])
+    work, _ = planner.plan(sim.now, 0, sim.slots[0])
+    assert work is not None
+    assert (work.kind, work.num_seqs) == ("encode", 2)  # requests come first
