@@ -13,7 +13,7 @@ from services.foreground import TICK_S, Foreground
 from services.greeting import greeting
 from services.placement import PlacementError
 from services.programs import GATEWAY_GROUP
-from services.replicas import read_replicas
+from services.replicas import ReplicasError, read_replicas
 from services.rolling import Rolling, exclusive
 from services.sources import SourceError, resolve_source
 from services.stack import (
@@ -32,7 +32,7 @@ from services.stack import (
 from services.status import print_status
 from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorRefused
 
-ERRORS = (SourceError, StackError, PlacementError, SupervisorRefused, OSError)
+ERRORS = (SourceError, StackError, PlacementError, ReplicasError, SupervisorRefused, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

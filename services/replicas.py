@@ -12,6 +12,10 @@ from ipc.addresses import gateway_endpoint, replica_id, replicas_file
 State = Literal["active", "draining"]
 
 
+class ReplicasError(RuntimeError):
+    """The file cannot be read; the text says what to do."""
+
+
 class Replica(Struct):
     id: str  # replica_id
     endpoint: str  # of its scheduler, for gateways
@@ -63,8 +67,15 @@ def replica_index(replica: str) -> int:
 
 
 def read_replicas(run_dir: Path) -> ReplicaTable:
-    """Raises OSError when there is no stack, msgspec.MsgspecError when the file is damaged."""
-    return msgspec.json.decode(replicas_file(run_dir).read_bytes(), type=ReplicaTable)
+    """Raises ReplicasError."""
+    path = replicas_file(run_dir)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ReplicaTable)
+    except (OSError, msgspec.MsgspecError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ReplicasError(
+            f"{path} cannot be read ({reason}); `bouquet down` and `bouquet up` write it anew"
+        ) from None
 
 
 def write_replicas(run_dir: Path, table: ReplicaTable) -> None:

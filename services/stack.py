@@ -188,7 +188,10 @@ def _keeps_dying(run_dir: Path, program: Program, deaths: int) -> StackError:
 
 
 def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:
-    """Has supervisord stop everything in order, kills it if that takes too long. False if there was none."""
+    """Has supervisord stop everything in order, kills it if that takes too long. False if there was none.
+
+    Raises StackError if another command's stop does not end in time.
+    """
     try:
         with SupervisorClient(run_dir) as client:
             pid = client.pid()
@@ -196,6 +199,9 @@ def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:
             client.shutdown()
     except SupervisorGone:
         return False
+    except SupervisorRefused:  # another command is stopping it already
+        os.close(take_lock(run_dir, timeout_s))
+        return True
     try:
         if not select.select([pidfd], [], [], timeout_s)[0]:
             say(f"not stopped after {timeout_s:.0f} s; killing what is left")
@@ -218,7 +224,10 @@ def url(config: ServiceConfig) -> str:
 
 
 def _make_private(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StackError(f"{directory} cannot be made: {error.strerror}; choose another run_dir") from None
     if directory.stat().st_uid != os.getuid():
         raise StackError(f"{directory} belongs to another user; choose another run_dir")
     directory.chmod(0o700)

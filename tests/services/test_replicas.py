@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.replicas import ReplicaTable, read_replicas, write_replicas
+from services.replicas import ReplicasError, ReplicaTable, read_replicas, write_replicas
 
 
 def make_table(run_dir: Path, count: int) -> ReplicaTable:
@@ -69,7 +69,9 @@ def test_a_reader_sees_whole_tables_only(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["replicas.json"]
 
 
-def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "replicas.json").write_text('{"version": 1, "mod')
-    with pytest.raises(msgspec.DecodeError):
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[]"])
+def test_a_damaged_file_is_named(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "replicas.json").write_bytes(content)
+    with pytest.raises(ReplicasError, match=r"replicas\.json cannot be read .*`bouquet up`"):
         read_replicas(tmp_path)

@@ -104,3 +104,10 @@ def test_a_supervisord_that_ended_shows_why(tmp_path: Path) -> None:
     ended.wait()
     with pytest.raises(StackError, match=r"(?s)supervisord ended.*no such option"):
         StartWatch(build(tmp_path), ended, []).ready()
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StackError, match=r"file.* cannot be made: .*; choose another run_dir"):
+            take_lock(path)

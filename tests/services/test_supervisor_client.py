@@ -129,6 +129,20 @@ def test_an_interrupted_call_does_not_spoil_the_next(run_dir: Path) -> None:
         assert client.pid() == pid
 
 
+def test_two_stops_at_once_are_one(run_dir: Path) -> None:
+    slow = "import signal, time; signal.signal(15, lambda *_: (time.sleep(1), exit(0))); time.sleep(60)"
+    (run_dir / "programs" / "s.conf").write_text(
+        f'[group:s]\nprograms=s-waiter\n[program:s-waiter]\nprocess_name=waiter\ncommand={sys.executable} -c "{slow}"\n'
+    )
+    with SupervisorClient(run_dir) as client:
+        client.add_group("s")
+        wait_for(lambda: started(client, "s:waiter"))
+        time.sleep(0.3)  # for its handler to be there
+        client.shutdown()
+    assert stop_supervisord(run_dir, 10, print)
+    os.close(take_lock(run_dir, wait_s=0))  # and it has really ended
+
+
 def test_an_ordered_stop_frees_the_directory(run_dir: Path) -> None:
     with pytest.raises(StackError, match="already running"):
         take_lock(run_dir, wait_s=0)
