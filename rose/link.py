@@ -72,23 +72,21 @@ class SchedulerLink:
         hello = Hello(incarnation=incarnation, role="rank", index=rank, pid=os.getpid(), facts=facts)
         log("waiting_for_scheduler", replica=replica, rank=rank)
         while True:
-            membership = None
             try:
                 membership = MembershipSocket.connect(addresses.membership_path(run_dir, replica))
+            except OSError:
+                _sleep_or_stop(RETRY_SECONDS, stop_fd)
+                continue
+            try:
                 membership.send(hello)
                 _wait_readable(membership.fileno(), stop_fd)
-                join, fd = membership.receive()
-                if not isinstance(join, Join) or fd is None:
-                    raise MembershipClosed(f"expected Join and a ring, got {type(join).__name__}")
-                ring = StepRing.attach(fd, join.layout)
+                join, ring = _receive_join(membership)
             except OSError:
-                if membership is not None:
-                    membership.close()
+                membership.close()
                 _sleep_or_stop(RETRY_SECONDS, stop_fd)
                 continue
             except BaseException:
-                if membership is not None:
-                    membership.close()
+                membership.close()
                 raise
             identity = f"rank-{rank}-{incarnation:x}-{join.epoch:x}".encode()
             socket = dealer(context, addresses.rank_endpoint(run_dir, replica), identity)
@@ -149,6 +147,16 @@ class SchedulerLink:
     def _check_scheduler(self) -> None:
         if select.select([self._membership.fileno()], [], [], 0)[0]:
             raise SchedulerGone("the scheduler closed the membership socket")
+
+
+def _receive_join(membership: MembershipSocket) -> tuple[Join, StepRing]:
+    """Raises MembershipClosed for any other message; RingError for a ring that is not what Join says."""
+    join, fd = membership.receive()
+    if isinstance(join, Join) and fd is not None:
+        return join, StepRing.attach(fd, join.layout)
+    if fd is not None:
+        os.close(fd)
+    raise MembershipClosed(f"expected Join and a ring, got {type(join).__name__}")
 
 
 def _wait_readable(fd: int, stop_fd: int) -> None:

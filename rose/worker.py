@@ -52,8 +52,8 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
                 log("regroup", replica=replica, rank=rank)
                 return EXIT_REGROUP
             load_ms = (time.monotonic() - started) * 1000
-            runner.attach(link.ring)
             try:
+                runner.attach(link.ring)
                 link.send(Ready(link.join.epoch, incarnation, rank, runner.facts, load_ms))
                 log(
                     "ready",
