@@ -83,7 +83,8 @@ async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:
 async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
     """Scores of a task's pairs, in order. An embedding model's is the cosine of its two vectors."""
     query_field, document_field, joined_field = task.fields
-    check_items(document_field, max(len(task.pairs), len(task.joined)), call.gateway.config)
+    for field, items in ((query_field, task.queries), (document_field, task.documents), (joined_field, task.joined)):
+        check_items(field, len(items), call.gateway.config)
     _check_scoring(call)
     # a cross-encoder reads the query anew with every document
     queries = task.queries if call.facts.task == "embed" else [task.queries[q] for q, _ in task.pairs]

@@ -39,8 +39,9 @@ def _why_not_ready(gateway: Gateway, name: str) -> str | None:
         return f"no replica is ready ({states})"
     age = min(link.forward_age_ms for link in ready_links)
     if age > MAX_FORWARD_AGE_MS:
-        told = "never" if age == float("inf") else f"{age / 1000:.0f} s ago"
-        return f"its last forward pass was {told}"
+        if age == float("inf"):
+            return "it has not finished a forward pass with finite values yet"
+        return f"its last forward pass was {age / 1000:.0f} s ago"
     return None
 
 

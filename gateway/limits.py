@@ -74,6 +74,10 @@ def _check_media(request: web.Request) -> None:
     if encoding is not None and encoding.strip().lower() != "identity":
         text = f"Content-Encoding is {encoding[:100]!r}; send the body uncompressed"
         raise UnsupportedMedia(text, param="Content-Encoding")
+    coding = headers.get("Transfer-Encoding")
+    if coding is not None and coding.strip().lower() != "chunked":
+        text = f"Transfer-Encoding is {coding[:100]!r}; it may only be chunked, with the body uncompressed"
+        raise UnsupportedMedia(text, param="Transfer-Encoding")
     if "Upgrade" in headers:
         raise InvalidRequest("this server speaks HTTP/1.1 only; leave out the Upgrade header", param="Upgrade")
 

@@ -43,7 +43,7 @@ def parse_embeddings(body: bytes) -> EmbedTask:
     """Raises InvalidRequest."""
     fields = decode(_decoder, body)
     refuse_unsupported(fields, UNSUPPORTED)
-    format = fields.encoding_format or "float"
+    format = "float" if fields.encoding_format is None else fields.encoding_format
     if format not in FORMATS:
         text = f"encoding_format is {format[:50]!r}; it may be {', '.join(FORMATS)}"
         raise InvalidRequest(text, param="encoding_format")

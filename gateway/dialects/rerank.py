@@ -62,6 +62,7 @@ def parse_rerank(body: bytes) -> ScoreTask:
         _refuse_beside_pairs(query=fields.query, documents=fields.documents)
         return _pairs_task(fields, fields.pairs, fields.top_n, bool(fields.return_documents))
     _require(query=fields.query, documents=fields.documents)
+    _refuse_type_starts(fields)
     query: Any = fields.query
     documents: Any = [d.text if isinstance(d, Document) else d for d in fields.documents or []]
     if not query:
@@ -89,8 +90,9 @@ def parse_score(body: bytes) -> ScoreTask:
         _refuse_beside_pairs(text_1=fields.text_1, text_2=fields.text_2)
         return _pairs_task(fields, fields.pairs, None, False)
     _require(text_1=fields.text_1, text_2=fields.text_2)
-    first = read_texts("text_1", fields.text_1 or "")
-    second = read_texts("text_2", fields.text_2 or "")
+    _refuse_type_starts(fields)
+    first = read_texts("text_1", [] if fields.text_1 is None else fields.text_1)
+    second = read_texts("text_2", [] if fields.text_2 is None else fields.text_2)
     if len(first) != len(second) and 1 not in (len(first), len(second)):
         text = f"text_1 has {len(first)} items and text_2 {len(second)}; give as many, or one on either side"
         raise InvalidRequest(text, param="text_2")
@@ -197,6 +199,11 @@ def _require(**fields: object) -> None:
     for name, value in fields.items():
         if value is None:
             raise InvalidRequest(f"{name} is missing; give it, or pairs instead", param=name)
+
+
+def _refuse_type_starts(fields: RerankBody | ScoreBody) -> None:
+    if fields.type_starts is not None:
+        raise InvalidRequest("type_starts goes with pairs of joined token ids only; leave it out", param="type_starts")
 
 
 def _refuse_beside_pairs(**fields: object) -> None:

@@ -72,6 +72,12 @@ CASES = [
     ("/v1/embeddings", embed(input=["a", "red " * 40]), 400, "input[1]"),
     ("/v1/embeddings", embed(input=["a", "x" * 9000]), 413, "input[1]"),
     ("/v1/embeddings", embed(input=["a"] * 2049), 413, "input"),
+    ("/v1/embeddings", embed(encoding_format=""), 400, "encoding_format"),
+    ("/v1/rerank", RERANK | {"type_starts": [1]}, 400, "type_starts"),
+    ("/v1/score", SCORE | {"type_starts": [1]}, 400, "type_starts"),
+    ("/v1/score", SCORE | {"text_1": ["a"] * 2049, "text_2": "b"}, 413, "text_1"),
+    ("/v1/score", SCORE | {"text_2": ["a"] * 2049}, 413, "text_2"),
+    ("/v1/score", {"model": "tiny", "pairs": [["a", "b"]] * 2049}, 413, "pairs"),
     ("/v1/embeddings", embed(dimensions=0), 400, "dimensions"),
     ("/v1/embeddings", embed(dimensions=-1), 400, "dimensions"),
     ("/v1/embeddings", embed(dimensions=17), 400, "dimensions"),
@@ -252,6 +258,27 @@ async def test_bad_http_is_a_json_400(stack: Stack, data: bytes) -> None:
     assert headers[b"Content-Type"] == b"application/json"
     check_shape(json.loads(body))
     await good_still_right(stack)
+
+
+@pytest.mark.parametrize(("coding", "status"), [(b"gzip, chunked", 415), (b"chunked", 200), (b"Chunked", 200)])
+async def test_a_body_in_another_transfer_coding_is_not_taken_for_plain(
+    stack: Stack, coding: bytes, status: int
+) -> None:
+    content = json.dumps(embed()).encode()
+    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: " + coding
+    answered, _, body = await raw(stack, head + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(content), content))
+    assert answered == status
+    if status != 200:
+        assert check_shape(json.loads(body))["param"] == "Transfer-Encoding"
+    await good_still_right(stack)
+
+
+@pytest.mark.parametrize("side", ["text_1", "text_2"])
+async def test_an_empty_side_is_called_what_it_is(stack: Stack, side: str) -> None:
+    for empty, told in (([], f"{side} is empty"), ("", f"{side} is an empty string")):
+        async with stack.http.post("/v1/score", json=SCORE | {side: empty}) as response:
+            assert response.status == 400
+            assert check_shape(await response.json())["message"].startswith(told)
 
 
 async def test_other_methods(stack: Stack) -> None:
