@@ -31,24 +31,24 @@ class Agreement(Struct):
         return self.min_cosine >= MIN_COSINE and scores and self.spread < MIN_COSINE
 
 
-def compare(ours: Endpoint, peers: list[Endpoint], inputs: TokenInputs) -> list[Agreement]:
-    """The same inputs, of the lengths that are timed, to all."""
+def compare(ours: Endpoint, peer: Endpoint, inputs: TokenInputs) -> Agreement:
+    """The same inputs, of the lengths that are timed, to both."""
     embeds = [(Case("", "", "embed", count, n, 1), inputs.take_ids(n, count)) for n, count in LENGTHS]
-    text_case = Case("", "", "embed", 4, 512, 1, form="text")
-    embeds.append((text_case, inputs.take_texts(512, 4)))
-    score = Case("", "", "score", 8, 512, 1), inputs.take_ids(512, 8)
-    our_vectors = [embed(ours, *work) for work in embeds]
-    our_scores = scores_of(ours, *score)
-    spread = max(_largest_between(vectors) for vectors in our_vectors)
-    found = []
-    for peer in peers:
-        cosines = [cosine(a, embed(peer, *work)) for a, work in zip(our_vectors, embeds, strict=True)]
-        difference, span = None, None
-        if peer.score_url:
-            difference = float(np.abs(our_scores - scores_of(peer, *score)).max())
-            span = (float(our_scores.min()), float(our_scores.max()))
-        found.append(Agreement(peer.name, min(cosines), spread, difference, span))
-    return found
+    embeds.append((Case("", "", "embed", 4, 512, 1, form="text"), inputs.take_texts(512, 4)))
+    vectors = [(embed(ours, *work), embed(peer, *work)) for work in embeds]
+    difference, span = None, None
+    if peer.score_url:
+        score = Case("", "", "score", 8, 512, 1), inputs.take_ids(512, 8)
+        scores = scores_of(ours, *score)
+        difference = float(np.abs(scores - scores_of(peer, *score)).max())
+        span = (float(scores.min()), float(scores.max()))
+    return Agreement(
+        peer=peer.name,
+        min_cosine=min(cosine(a, b) for a, b in vectors),
+        spread=max(_largest_between(a) for a, _ in vectors),
+        max_score_difference=difference,
+        score_range=span,
+    )
 
 
 LENGTHS = ((128, 16), (512, 16), (4096, 4))

@@ -106,10 +106,11 @@ def main() -> None:
                 continue
             ms = steps.batch_ms(parts_of(batch, length, steps.facts.max_num_batched_tokens), args.seconds)
             found[key] = round(ms, 4)
+            args.output.write_text(json.dumps({"ms": found}, indent=1))
             print(f"{key:20s} {ms:10.3f} ms  {batch * 1000 / ms:9.1f} inputs/s", file=sys.stderr, flush=True)
         steps.runner.drain()
         steps.runner.attach(None)
-    args.output.write_text(json.dumps({"ms": found}, indent=1))
+        steps.runner.close()
 
 
 if __name__ == "__main__":

@@ -7,16 +7,19 @@ measured once and stand beside. What has been measured is written after every re
 
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, structs, to_builtins
 
 from bench import agreement
-from bench.load import LoadResult, percentile
+from bench.client import HttpError
+from bench.load import LoadError, LoadResult, percentile
 from bench.peers import Endpoint
 from bench.report import Report, Row, compare
 from bench.tables import Case, Work, make_work, measure, rate
@@ -27,6 +30,7 @@ WARMUP_FIRST, WARMUP_LATER = 6, 2
 PERCENTILES = (("p50_ms", 50.0), ("p90_ms", 90.0), ("p99_ms", 99.0), ("max_ms", 100.0))
 MAIN_METRICS = ("p50_ms", "embeddings_per_s")
 MAX_TAIL = 1.5  # p99 over p50, after warm-up
+FAILURES = (LoadError, HttpError, OSError, TimeoutError)
 BESIDE = "-default"
 TCP = "tcp"  # as a form, in the names of cases
 
@@ -55,20 +59,21 @@ def run(
     check_agreement(report, ours, peers, inputs)
     shapes_first(ours, inputs, options.quick)
     samples: Samples = {}
-    going = list(peers)
+    best: dict[str, str] = {}  # group of cases → variant; empty until all have been measured once
     for repeat in range(options.repeats):
         began = time.monotonic()
         for case in cases:
             if time.monotonic() > deadline:
                 report.notes.append(f"time ran out in repeat {repeat + 1}, before {case.name!r} of table {case.table}")
                 break
-            measure_case(case, repeat, [ours, *going], inputs, samples)
+            able = [peer for peer in peers if takes_part(case, peer, best)]
+            measure_case(case, repeat, [ours, *able], inputs, samples, report)
         if repeat == 0:
             if options.tcp_run_dir is not None:
                 measure_tcp(cases, ours, inputs, options.tcp_run_dir, samples, report)
-            going = best_variants(cases, peers, samples, report)
+            best = report.details["best_variant"] = best_variants(cases, peers, samples)
         say(f"repeat {repeat + 1} took {time.monotonic() - began:.0f} s")
-        fill(report, cases, ours, peers, going, samples, options.gpu_ms)
+        fill(report, cases, ours, peers, samples, options.gpu_ms)
         save(report)
         if time.monotonic() > deadline:
             break
@@ -76,7 +81,13 @@ def run(
 
 def check_agreement(report: Report, ours: Endpoint, peers: list[Endpoint], inputs: TokenInputs) -> None:
     """Into the report, whatever it is: a disagreement is the first note and is said aloud."""
-    found = agreement.compare(ours, peers, inputs) if peers else []
+    found = []
+    for peer in peers:
+        try:
+            found.append(agreement.compare(ours, peer, inputs))
+        except FAILURES as error:
+            report.notes.append(f"NOT COMPARED with {peer.name}: {str(error)[:300]}")
+            say(report.notes[-1])
     report.details["agreement"] = [to_builtins(one) for one in found]
     for one in found:
         text = (
@@ -96,17 +107,25 @@ def shapes_first(ours: Endpoint, inputs: TokenInputs, quick: bool) -> None:
     """Every batch that concurrent requests may form, three times: a graph is captured at a shape's second sight."""
     for size in range(1, 3 if quick else 17):
         case = Case("4", "warm-up", "embed", size, 512, 1)
-        measure(ours, case, make_work(case, inputs, 2))
+        with suppress(*FAILURES):  # the case itself will tell
+            measure(ours, case, make_work(case, inputs, 2))
 
 
-def measure_case(case: Case, repeat: int, endpoints: list[Endpoint], inputs: TokenInputs, samples: Samples) -> None:
-    """All servers in turn, with the same fresh inputs."""
-    able = [e for e in endpoints if takes_part(case, e, repeat)]
+def measure_case(
+    case: Case, repeat: int, endpoints: list[Endpoint], inputs: TokenInputs, samples: Samples, report: Report
+) -> None:
+    """All servers in turn, with the same fresh inputs. A server that fails is noted; the others go on."""
     work = make_work(case, inputs, num_warmup(case, repeat))
-    turn = repeat % len(able)
-    for endpoint in able[turn:] + able[:turn]:
+    turn = repeat % len(endpoints)
+    for endpoint in endpoints[turn:] + endpoints[:turn]:
         began = time.monotonic()
-        result = measure(endpoint, case, work)
+        try:
+            result = measure(endpoint, case, work)
+        except FAILURES as error:
+            failure = f"FAILED: {case.name!r}, repeat {repeat + 1}, {endpoint.name}: {str(error)[:300]}"
+            say(failure)
+            report.notes.append(failure)
+            continue
         samples.setdefault((case.name, endpoint.name), []).append(result)
         figure = f"{rate(case, [result]):.1f} /s" if case.is_rate else f"p50 {result.percentile_ms(50):.3f} ms"
         say(f"{case.name:32s} {endpoint.name:14s} {figure:18s} ({time.monotonic() - began:.1f} s)")
@@ -119,12 +138,13 @@ def shortened(cases: list[Case]) -> list[Case]:
     ]
 
 
-def takes_part(case: Case, endpoint: Endpoint, repeat: int) -> bool:
-    if endpoint.name == "ours":
-        return True
-    if case.ours_alone or (case.model == "score" and not endpoint.score_url):
+def takes_part(case: Case, peer: Endpoint, best: dict[str, str]) -> bool:
+    """All variants in the first repeat, then the best of the case's group."""
+    if case.ours_alone or (case.model == "score" and not peer.score_url):
         return False
-    return not endpoint.name.endswith(BESIDE) or (repeat == 0 and case.form == "ids")
+    if best:
+        return best.get(case.group) == peer.name
+    return not peer.name.endswith(BESIDE) or case.form == "ids"
 
 
 def num_warmup(case: Case, repeat: int) -> int:
@@ -153,21 +173,21 @@ def tcp_name(case: Case) -> str:
     return case.name.replace(case.form, TCP)
 
 
-def best_variants(cases: list[Case], peers: list[Endpoint], samples: Samples, report: Report) -> list[Endpoint]:
-    """The variants that are the best in some table; each table's is noted. Those `beside` have been measured."""
-    variants = [peer for peer in peers if not peer.name.endswith(BESIDE)]
+def best_variants(cases: list[Case], peers: list[Endpoint], samples: Samples) -> dict[str, str]:
+    """Group of cases → the variant with the highest geometric mean; those `beside` do not stand for election."""
+    variants = [peer.name for peer in peers if not peer.name.endswith(BESIDE)]
     best: dict[str, str] = {}
-    for table in sorted({case.table for case in cases}):
+    for group in dict.fromkeys(case.group for case in cases):
+        members = [case for case in cases if case.group == group]
         merits = {
-            peer.name: [merit(case, samples[case.name, peer.name]) for case in cases if case.table == table
-                        and (case.name, peer.name) in samples]
-            for peer in variants
-        }  # fmt: skip
-        merits = {name: values for name, values in merits.items() if values}
-        if merits:
-            best[table] = max(merits, key=lambda name: sum(map(math.log, merits[name])) / len(merits[name]))
-    report.details["best_variant"] = best
-    return [peer for peer in variants if peer.name in best.values()]
+            name: [math.log(merit(case, samples[case.name, name])) for case in members if (case.name, name) in samples]
+            for name in variants
+        }
+        if any(merits.values()):
+            best[group] = max(
+                (name for name in variants if merits[name]), key=lambda name: statistics.fmean(merits[name])
+            )
+    return best
 
 
 def merit(case: Case, results: list[LoadResult]) -> float:
@@ -184,7 +204,6 @@ def fill(
     cases: list[Case],
     ours: Endpoint,
     peers: list[Endpoint],
-    going: list[Endpoint],
     samples: Samples,
     gpu_ms: dict[str, float],
 ) -> None:
@@ -196,7 +215,7 @@ def fill(
         mine = samples.get((case.name, ours.name))
         if not mine:
             continue
-        shown = [name for name in (best.get(case.table), *(n for n in labels if n.endswith(BESIDE))) if name]
+        shown = [name for name in (best.get(case.group), *(n for n in labels if n.endswith(BESIDE))) if name]
         theirs = [(name, samples[peer_case(case), name]) for name in shown if (peer_case(case), name) in samples]
         for index, (name, results) in enumerate(theirs or [("", [])]):
             label = labels[name] + (" (prefix caching on)" if name.endswith(BESIDE) else "") if name else ""
@@ -206,7 +225,6 @@ def fill(
     report.details["repeats"] = {
         f"{case}: {name}": [_summary(result) for result in results] for (case, name), results in samples.items()
     }
-    report.details["variants"] = [peer.name for peer in going]
 
 
 def with_tcp(cases: list[Case], samples: Samples) -> list[Case]:

@@ -95,6 +95,7 @@ def main() -> None:
     args = build_parser().parse_args()
     end_in_order_when_told()
     into = report.new_report(args.suite + ("-quick" if args.quick else ""), args.hardware)
+    into.commit = args.commit or into.commit
     try:
         SUITES[args.suite](args, into)
     except (StackFailed, ServerFailed, LoadError, embeddings.Disagreement, ImportError) as error:
@@ -119,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of each peer; default: all cores")
     parser.add_argument("--quick", action="store_true", help="a small run to see that everything works; no figures")
+    parser.add_argument("--commit", help="what is measured, where there is no repository to ask")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="where the files go")
     tables = parser.add_argument_group("the four tables")
     tables.add_argument("--tables", action="store_true", help="measure them even without a server among the peers")

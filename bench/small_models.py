@@ -181,10 +181,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="of our ranks")
     parser.add_argument("--passages", type=Path, help="JSON lines with `text`; default: the demo's")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
+    parser.add_argument("--commit", help="what is measured, where there is no repository to ask")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     end_in_order_when_told()
     into = report.new_report("small-models" + ("-quick" if args.quick else ""), args.hardware)
+    into.commit = args.commit or into.commit
     passages = read_passages(args.passages)
     with ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bqs-")))

@@ -41,6 +41,11 @@ class Case(Struct, frozen=True):
         return self.num_processes > 1
 
     @property
+    def group(self) -> str:
+        """Cases for which one variant of a peer is chosen."""
+        return f"{self.table} {self.model}"
+
+    @property
     def ours_alone(self) -> bool:
         return self.model == "pplx"
 

@@ -51,14 +51,18 @@ class TokenInputs:
         return texts[:count]
 
     def _cut(self, length: int) -> str:
-        """A window's text; it begins with a blank, so that its first word is whole."""
+        """A window's text, whole words at both ends; special tokens count."""
+        count = length - self._tokenizer.num_special_tokens_to_add(False)
         while True:
             start = self._next_start(length)
-            if start + length >= len(self.ids):
+            if start + count >= len(self.ids):
                 continue
-            text = self._text[self._starts[start] : self._starts[start + length]]
-            if text.startswith(" "):
-                return text
+            first, last = self._starts[start], self._starts[start + count]
+            if self._between_words(first) and self._between_words(last):
+                return self._text[first:last]
+
+    def _between_words(self, at: int) -> bool:
+        return self._text[at].isspace() or at == 0 or self._text[at - 1].isspace()
 
     def _next_start(self, length: int) -> int:
         if not self._order:

@@ -11,7 +11,7 @@
 #   tables   wait for the servers, agreement, the four tables; ends BUDGET seconds (default 570) after this command began
 #   stop     the servers
 #
-# Results, logs and GPU times go to $OUT as they come. Short tables are printed last.
+# COMMIT names what is measured. Results, logs and GPU times go to $OUT as they come. Short tables are printed last.
 began=$(date +%s)
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 keep="${BOUQUET_KEEP:-${TMPDIR:-/tmp}/bouquet-keep}"
@@ -20,7 +20,7 @@ out="${OUT:-$work/out}"
 size="${SIZE:-0.6b}" device="${DEVICE:-auto}" hardware="${HARDWARE:-h200}" budget="${BUDGET:-570}"
 peers="${PEERS-vllm vllm-api4 vllm-default}"
 python="${PYTHON:-python3}"
-quick=${QUICK:+--quick}
+more=(${QUICK:+--quick} ${COMMIT:+--commit "$COMMIT"})
 mkdir -p "$work" "$out"
 state="$work/servers" models="$work/models" site="$work/peer-site"
 [ -n "${PYTHON:-}" ] || source bench/device/setup.sh
@@ -40,13 +40,13 @@ prepare() {
 }
 
 gpu() {
-    "$python" -m bench.gpu_time --models "$models" --output "$work/gpu_times.json" --device "$device" $quick
-    cp "$work/gpu_times.json" "$out/" && note "GPU times measured"
+    "$python" -m bench.gpu_time --models "$models" --output "$work/gpu_times.json" --device "$device" ${QUICK:+--quick}
+    cp "$work/gpu_times.json" "$out/" && note "GPU times: $(wc -l <"$work/gpu_times.json") lines"
 }
 
 small() {
     timeout 150 "$python" -m bench.small_models --minilm "$keep/minilm" --passages "$keep/passages.jsonl.gz" \
-        --hardware "$hardware" --results "$out" --device "$device" $quick
+        --hardware "$hardware" --results "$out" --device "$device" "${more[@]}"
     note "small models measured"
 }
 
@@ -54,10 +54,10 @@ smoke() {
     start_ours
     "$python" -m bench.servers wait ours --state "$state" --timeout 120 && note "ours is ready"
     timeout 150 "$python" -m bench.run embeddings --tables --quick --repeats 1 --hardware "$hardware" \
-        --models "$models" --passages "$keep/passages.jsonl.gz" --state "$state" --results "$work/smoke" 2>&1 | tail -70
+        --models "$models" --passages "$keep/passages.jsonl.gz" --state "$state" --results "$work/smoke" 2>&1 | tail -12
     timeout 60 "$python" -m bench.run embeddings --tables --table 1 --table 2 --repeats 1 --hardware "$hardware-alone" \
         --models "$models" --passages "$keep/passages.jsonl.gz" --state "$state" --results "$out" \
-        --gpu-times "$work/gpu_times.json" --budget-s 45 $quick
+        --gpu-times "$work/gpu_times.json" --budget-s 45 "${more[@]}"
     note "smoke ended"
 }
 
@@ -89,7 +89,7 @@ tables() {
     note "measuring against: ${chosen[*]}"
     timeout --signal=TERM $(($(left) - 8)) "$python" -m bench.run embeddings --tables "${chosen[@]}" --no-variants \
         --hardware "$hardware" --models "$models" --passages "$keep/passages.jsonl.gz" --state "$state" --results "$out" \
-        --gpu-times "$work/gpu_times.json" --budget-s $(($(left) - 35)) --repeats "${REPEATS:-3}" $quick \
+        --gpu-times "$work/gpu_times.json" --budget-s $(($(left) - 35)) --repeats "${REPEATS:-3}" "${more[@]}" \
         2> >(tee "$work/tables.err" >&2)
     note "tables ended"
     collect
@@ -106,7 +106,13 @@ stop() {
 
 for phase in "$@"; do
     case "$phase" in
-        prepare | gpu | small | smoke | start | tables | stop) "$phase" || { note "$phase FAILED"; collect; exit 1; } ;;
+        prepare | gpu | small | smoke | start | tables | stop) 
+            if ! "$phase"; then
+                note "$phase FAILED"
+                collect
+                case "$phase" in prepare | start | tables) exit 1 ;; esac # the others can be done without
+            fi
+            ;;
         *) sed -n '2,17p' "${BASH_SOURCE[0]}" && exit 2 ;;
     esac
 done
