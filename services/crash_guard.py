@@ -4,6 +4,7 @@ supervisord restarts at once and for ever whatever lives longer than its startse
 back. State is one small file per program, written by the program itself.
 """
 
+import contextlib
 import os
 import random
 import time
@@ -82,10 +83,12 @@ class CrashGuard:
         return min(seconds * (0.75 + 0.5 * self._jitter()), MAX_DELAY_S)
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Best effort: a full disk must not keep a program from starting."""
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(self._history))
-        os.replace(temporary, self._path)
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary.write_bytes(msgspec.json.encode(self._history))
+            os.replace(temporary, self._path)
 
 
 def read_history(path: Path) -> History:

@@ -93,3 +93,11 @@ def test_a_damaged_file_is_an_empty_history(content: bytes, path: Path, clock: C
     path.write_bytes(content)
     assert life(path, clock, 1.0) == 0
     assert read_history(path).num_starts == 1
+
+
+def test_a_history_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "starts").touch()  # a file where the directory should be: as good as a full disk
+    guard = CrashGuard(tmp_path / "starts" / "rank.json")
+    assert guard.begin() == 0.0
+    guard.refuse("bad")
+    guard.forgive()
