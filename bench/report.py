@@ -179,7 +179,8 @@ def describe_command() -> str:
     """The command line as a reader would type it, without this machine's paths."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
-    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join([program, *map(shlex.quote, words)])
 
 
 def package_versions() -> dict[str, str]:
