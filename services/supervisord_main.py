@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import setproctitle
-from supervisor import supervisord
+from supervisor import loggers, supervisord
 
 from services.boot import PR_SET_PDEATHSIG
 
@@ -29,8 +29,15 @@ def main() -> None:
         if os.getppid() != given.parent:
             sys.exit(1)
     os.umask(0o077)
+    survive_full_disk()
     setproctitle.setproctitle("bouquet: supervisord")
     supervisord.main(["--configuration", str(given.run_dir / "supervisord.conf")])
+
+
+def survive_full_disk() -> None:
+    """A log line that cannot be written is lost. By default supervisord reports it on stderr, which lies on the same
+    disk, and ends by the error of that, and with it every process."""
+    loggers.Handler.handleError = lambda handler: None
 
 
 if __name__ == "__main__":
