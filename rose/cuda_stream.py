@@ -36,7 +36,7 @@ class StepStream(Protocol):
     def finish(self) -> LazyTensor:
         """Ends the step: ready when everything enqueued before has been done and the outputs are in the slot."""
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], object]) -> Graph:
         """The launches of `work`, which are not run."""
 
     def drain(self) -> None: ...
@@ -49,6 +49,8 @@ class CudaStream:
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
         self._pool = torch.cuda.graph_pool_handle()
+        anchored = torch.zeros(1, device="cuda")
+        self._anchor = self.capture(anchored.zero_)  # a pool whose last graph has gone takes no other
         self._num_bytes = num_bytes
         self._num_steps = num_steps
         self._staging: list[tuple[Tensor, Tensor]] = []
@@ -87,7 +89,7 @@ class CudaStream:
         self._turn += 1
         return CudaLazyTensor(event, landing)
 
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """All graphs share one memory pool: they run one after the other and keep nothing in it.
 
         torch.cuda.graph would wait for the device and collect garbage first.

@@ -10,13 +10,17 @@ import argparse
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.micro.gpu_timing import BYTES_PER_S, FLOP_PER_S, save, versions
 from bench.micro.random_encoders import SHAPES, Bench, Shape
+from rose.kernels.launch import use_pdl
 from rose.models.config import ModelConfig
 
 LARGE = [(1, 128), (1, 512), (1, 4096), (5, 512), (25, 512), (50, 512), (100, 512)]
@@ -220,6 +224,73 @@ def measure_curve(shape: Shape, seconds: float) -> list[dict[str, float]]:
     return found
 
 
+def measure_launch(shape: Shape, lengths: list[int]) -> list[dict[str, Any]]:
+    """What of a step the host pays for, with and without programmatic dependent launch, while the GPU is busy."""
+    found = []
+    for enabled in (True, False):
+        use_pdl(enabled)
+        bench = Bench(shape, max_num_batched_tokens=4096)
+        gpu = replay_ms(bench, lengths)
+        graph = bench.encoder.graphs.graph(bench.encoder.key(len(lengths), sum(lengths)))
+        assert graph is not None
+        times = []
+        for _ in range(50):
+            bench.launch(lengths)
+            started = time.perf_counter()
+            graph.replay()
+            times.append((time.perf_counter() - started) * 1e6)
+            bench.encoder.drain()
+        row = {"pdl": enabled, "gpu_ms": gpu, "replay_us": statistics.median(times), **queued_gap(bench, lengths)}
+        middle, worst = step_ms(bench, lengths, 200)
+        row |= {
+            "case": f"{shape.name} {len(lengths)}x{lengths[0]}",
+            "lone_step_ms": middle,
+            "lone_step_worst_ms": worst,
+        }
+        found.append(row)
+        print(
+            f"   {row['case']} pdl {enabled!s:5}: gpu {gpu:.3f} ms, graph launch {row['replay_us']:.0f} us, "
+            f"step launch {row['launch_us']:.0f} us; {row['step_ms']:.3f} ms a queued step, {middle:.3f} a lone one"
+        )
+        bench.close()
+    use_pdl(True)
+    return found
+
+
+def measure_first_requests(shape: Shape) -> dict[str, Any]:
+    """Lone steps of a mix of queries and small batches: the first 2,000 with lazy capture, with a list, and after."""
+    random = np.random.default_rng(3)
+    mix = [
+        np.clip(np.exp(random.normal(4.2, 0.9, random.choice([1, 1, 1, 2, 4, 8]))), 4, 512).astype(int).tolist()
+        for _ in range(4000)
+    ]
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as directory:
+        shapes = Path(directory) / "shapes.json"
+        for capture in ("lazy", "list"):
+            bench = Bench(shape, max_num_batched_tokens=8192, capture=capture, shapes=shapes)
+            while bench.encoder.idle_work:
+                bench.encoder.idle()
+                bench.encoder.drain()
+            for name, part in ((capture, mix[:2000]), (f"{capture}, after", mix[2000:])):
+                times = []
+                for lengths in part:
+                    bench.fill(lengths)
+                    started = time.perf_counter()
+                    bench.run(lengths)
+                    times.append((time.perf_counter() - started) * 1e3)
+                times.sort()
+                found[name] = {"p50_ms": times[1000], "p99_ms": times[1979], "max_ms": times[-1]}
+                found[name] |= {key: bench.encoder.figures()[key] for key in ("graphs", "graph_memory_bytes")}
+                row = found[name]
+                print(
+                    f"   {name:12} p50 {row['p50_ms']:.2f} p99 {row['p99_ms']:.2f} max {row['max_ms']:.1f} ms, "
+                    f"{row['graphs']} graphs, {row['graph_memory_bytes'] / 2**20:.0f} MiB"
+                )
+            bench.close()
+    return found
+
+
 def measure_crossover(shape: Shape) -> dict[str, float]:
     """What a server measures at its start."""
     started = time.perf_counter()
@@ -235,21 +306,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="folder for encoder_graph.json")
     parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")
+    parser.add_argument("--only", choices=("shapes", "gaps", "launch", "curve"), help="one part")
     options = parser.parse_args()
     large = LARGE[:4] if options.quick else LARGE
-    document: dict[str, Any] = {"versions": versions(), "shapes": {}}
+    document: dict[str, Any] = {"versions": versions()}
+    parts = (options.only,) if options.only else ("shapes", "gaps", "launch", "curve")
     with torch.inference_mode():
-        for name in ("pplx-embed-0.6b", "qwen3-embedding-0.6b"):
-            document["shapes"][name] = measure_shape(SHAPES[name], large, [(1, 128), (1, 512), large[-1]])
+        for part in parts:
+            match part:
+                case "shapes":
+                    profiled = [(1, 128), (1, 512), large[-1]]
+                    for name in ("pplx-embed-0.6b", "qwen3-embedding-0.6b"):
+                        document[name] = measure_shape(SHAPES[name], large, profiled)
+                    for name in ("minilm-l6", "bge-small"):
+                        document[name] = measure_shape(SHAPES[name], SMALL, [(1, 32)])
+                case "gaps":
+                    document["gaps"] = measure_gaps(SHAPES["pplx-embed-0.6b"])
+                case "launch":
+                    document["launch"] = [
+                        *measure_launch(SHAPES["pplx-embed-0.6b"], [128]),
+                        *measure_launch(SHAPES["minilm-l6"], [32]),
+                    ]
+                    document["first_requests"] = measure_first_requests(SHAPES["qwen3-embedding-0.6b"])
+                    document["crossover"] = {name: measure_crossover(SHAPES[name]) for name in SHAPES}
+                case "curve":
+                    names = ("qwen3-embedding-0.6b",) if options.quick else ("qwen3-embedding-0.6b", "minilm-l6")
+                    for name in names:
+                        document[f"curve {name}"] = measure_curve(SHAPES[name], 0.5 if options.quick else 1.0)
             save(options.out, "encoder_graph.json", document)
-        for name in ("minilm-l6", "bge-small"):
-            document["shapes"][name] = measure_shape(SHAPES[name], SMALL, [(1, 32)])
-        document["gaps"] = measure_gaps(SHAPES["pplx-embed-0.6b"])
-        save(options.out, "encoder_graph.json", document)
-        document["crossover"] = {name: measure_crossover(SHAPES[name]) for name in SHAPES}
-        names = ["qwen3-embedding-0.6b"] if options.quick else ["qwen3-embedding-0.6b", "minilm-l6"]
-        document["curve"] = {name: measure_curve(SHAPES[name], 0.5 if options.quick else 1.0) for name in names}
-    save(options.out, "encoder_graph.json", document)
 
 
 if __name__ == "__main__":

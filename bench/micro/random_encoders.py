@@ -1,5 +1,6 @@
 """Encoders with random weights made on the device, and steps for them: shapes to be timed, no files."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,13 @@ class Bench:
     """A CudaEncoder on a page-locked ring, driven step by step."""
 
     def __init__(
-        self, shape: Shape, *, max_num_batched_tokens: int, max_num_seqs: int = 256, **settings: object
+        self,
+        shape: Shape,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int = 256,
+        shapes: Path | None = None,
+        **settings: object,
     ) -> None:
         self.shape = shape
         self.facts = ModelFacts(
@@ -103,7 +110,7 @@ class Bench:
         )
         config = RankConfig(**{"capture": "lazy", "max_graph_tokens": max_num_batched_tokens, **settings})  # type: ignore[arg-type]
         self.encoder = CudaEncoder(
-            _random_parts(shape), shape.model, self.facts, config, device=DEVICE, dtype=torch.bfloat16
+            _random_parts(shape), shape.model, self.facts, config, device=DEVICE, dtype=torch.bfloat16, shapes=shapes
         )
         self.ring = StepRing.create(encode_layout(self.facts))
         self.encoder.attach(self.ring)
