@@ -14,14 +14,25 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.micro.attention_points import (
+    BF16,
+    DEVICE,
+    Buffers,
+    Point,
+    make_buffers,
+    other_offsets,
+    points,
+    sampled_error,
+    views,
+)
+from bench.micro.attention_table import TOLERANCE, write_table
 from bench.micro.gpu_timing import (
     BYTES_PER_S,
     FLOP_PER_S,
@@ -31,127 +42,18 @@ from bench.micro.gpu_timing import (
     graph_us,
     host_us,
     num_copies,
-    relative_error,
     save,
     versions,
     warm_cache,
 )
-from bench.micro.variants import ROPE_TILES, attention_tiles
+from bench.micro.variants import attention_tiles, rope_tiles
 from rose.attention.flash4 import Flash4Backend
 from rose.attention.flashinfer_ragged import FlashInferBackend
-from rose.attention.interface import AttentionShape
+from rose.attention.interface import AttentionShape, Sequences
 from rose.attention.static import StaticAttention
 from rose.attention.triton_ragged import TritonBackend
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
-
-DEVICE, BF16 = "cuda", torch.bfloat16
-TOLERANCE = 1e-2
-LATENCY_TOKENS = 1024  # up to here a step is waited for, and the host's planning with it
-LAYERS = {32: 6, 64: 24, 128: 28}
-
-TABLE_HEAD = '''"""The fastest attention backend, measured on an H200: (head_dim, causal, sequences, tokens, backend).
-
-Written by `python -m bench.micro.attention`; do not edit by hand.
-"""
-
-TABLE: tuple[tuple[int, bool, int, int, str], ...] = (
-'''
-
-
-class Point(NamedTuple):
-    """N sequences of equal length."""
-
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    causal: bool
-    num_seqs: int
-    length: int
-
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5, self.causal)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_seqs * self.length
-
-    @property
-    def name(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"d{self.head_dim} {self.num_heads}:{self.num_kv_heads} {mask} {self.num_seqs}x{self.length}"
-
-    @property
-    def flops(self) -> float:
-        whole = 4.0 * self.num_seqs * self.length**2 * self.num_heads * self.head_dim
-        return whole / 2 if self.causal else whole
-
-    @property
-    def num_bytes(self) -> float:
-        return 2.0 * self.num_tokens * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-
-
-LENGTHS = {
-    32: ((1, 32), (1, 128), (1, 512), (32, 32), (256, 32), (32, 128), (25, 512)),
-    64: ((1, 32), (1, 128), (1, 512), (1, 2048), (1, 8192), (32, 32), (5, 512), (25, 512)),
-    128: ((1, 32), (1, 128), (1, 512), (1, 1024), (1, 4096), (1, 16384), (1, 32768), (8, 128), (32, 32), (5, 512),
-          (25, 512)),
-}  # fmt: skip
-
-
-def points() -> Iterator[Point]:
-    for causal in (False, True):
-        yield from (Point(128, 16, 8, causal, *size) for size in LENGTHS[128])
-    yield from (Point(64, 16, 16, False, *size) for size in LENGTHS[64])
-    yield from (Point(32, 12, 12, False, *size) for size in LENGTHS[32])
-
-
-class Buffers(NamedTuple):
-    """q, k and v are views of one packed buffer, as a model's projection leaves them."""
-
-    qkv: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor
-    offsets: list[int]
-
-
-def make_buffers(point: Point) -> Buffers:
-    heads, kv, dim = point.num_heads, point.num_kv_heads, point.head_dim
-    qkv = torch.randn(point.num_tokens, (heads + 2 * kv) * dim, device=DEVICE).to(BF16)
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x in qkv.split([heads * dim, kv * dim, kv * dim], dim=-1))
-    offsets = list(range(0, point.num_tokens + 1, point.length))
-    return Buffers(qkv, q, k, v, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), offsets)
-
-
-def sampled_error(out: Tensor, b: Buffers, offsets: list[int], shape: AttentionShape) -> float:
-    """Against float32, up to 256 rows each of the first, middle and last sequences that are not empty."""
-    pairs = [(s, e) for s, e in pairwise(offsets) if e > s]
-    got, want = [], []
-    for start, end in {pairs[0], pairs[len(pairs) // 2], pairs[-1]}:
-        rows = torch.arange(start, end, max(1, (end - start) // 256), device=DEVICE)
-        rows[-1] = end - 1
-        q = b.q[rows].float().transpose(0, 1)
-        group = shape.num_heads // shape.num_kv_heads
-        k, v = (x[start:end].float().transpose(0, 1).repeat_interleave(group, 0) for x in (b.k, b.v))
-        scores = q @ k.transpose(1, 2) * shape.scale
-        if shape.causal:
-            key = torch.arange(start, end, device=DEVICE)
-            scores.masked_fill_(key[None, :] > rows[:, None], -math.inf)
-        got.append(out[rows].flatten())
-        want.append((scores.softmax(-1) @ v).transpose(0, 1).flatten())
-    return relative_error(torch.cat(got), torch.cat(want))
-
-
-def other_offsets(point: Point) -> list[int]:
-    """Other lengths under the same key, empty sequences and padding rows among them."""
-    generator = torch.Generator().manual_seed(7)
-    used = point.num_tokens - point.num_tokens // 5
-    cuts = sorted(torch.randint(0, used + 1, (point.num_seqs - 1,), generator=generator).tolist())
-    return [0, *cuts, used]
-
 
 # --- variants: each returns a record ------------------------------------------------------------------------
 
@@ -202,7 +104,7 @@ def neighbour_contained(point: Point, b: Buffers, attention: StaticAttention) ->
     bad = b.qkv.clone()
     start, end = b.offsets[point.num_seqs // 2 : point.num_seqs // 2 + 2]
     bad[start:end] = math.nan
-    _, q, k, v = _views(bad, point)
+    _, q, k, v = views(bad, point)
     out = attention(q, k, v, point.shape)
     return bool(out[:start].isfinite().all() and out[end:].isfinite().all())
 
@@ -210,7 +112,7 @@ def neighbour_contained(point: Point, b: Buffers, attention: StaticAttention) ->
 def planned(point: Point, b: Buffers, kernel: Any) -> dict[str, Any]:
     """FlashInfer planned outside graph mode (a plan whose grid fits these lengths alone)."""
     backend = FlashInferBackend(kernel, DEVICE, BF16)
-    attend = backend.ragged(_sequences(b))
+    attend = backend.ragged(Sequences(b.offsets, b.cu_seqlens))
     return timed(point, b, lambda x: attend(x.q, x.k, x.v, point.shape))
 
 
@@ -228,6 +130,24 @@ def sdpa(point: Point, b: Buffers, kernel: Any) -> dict[str, Any]:
         return out.transpose(1, 2).reshape(point.num_tokens, point.num_heads, point.head_dim)
 
     return timed(point, b, attend)
+
+
+class CudnnVarlen:
+    """torch's binding of cuDNN for packed sequences, which no public function reaches. Offsets are on the device."""
+
+    def static(self, cu_seqlens: Tensor, num_tokens: int, shape: AttentionShape) -> "CudnnVarlen":
+        self._cu_seqlens, self._max_length = cu_seqlens, num_tokens
+        return self
+
+    def prepare(self, cu_seqlens_host: list[int]) -> None:
+        """Nothing to do."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        out: Tensor = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, self._cu_seqlens, self._cu_seqlens, self._max_length, self._max_length,
+            True, 0.0, shape.causal, False, scale=shape.scale,
+        )[0]  # fmt: skip
+        return out
 
 
 def varlen(point: Point, b: Buffers) -> dict[str, Any]:
@@ -284,7 +204,7 @@ def rope_in_flight(point: Point, b: Buffers, tiles: Tiles) -> dict[str, Any]:
         )
 
     out = attend(b)
-    turned = Buffers(*_views(b.qkv.clone(), point), b.cu_seqlens, b.offsets)
+    turned = Buffers(*views(b.qkv.clone(), point), b.cu_seqlens, b.offsets)
     turn(turned.qkv, point, positions, cos, sin, q_weight, k_weight)
     record = timed(point, b, attend)
     record["error_vs_fp32"] = sampled_error(out, turned, b.offsets, point.shape)
@@ -299,7 +219,7 @@ def rope_before(point: Point, b: Buffers) -> dict[str, Any]:
         turn(x.qkv, point, positions, cos, sin, q_weight, k_weight)
         return ragged_attention(x.q, x.k, x.v, x.cu_seqlens, scale=point.shape.scale, causal=point.causal)
 
-    copy = Buffers(*_views(b.qkv.clone(), point), b.cu_seqlens, b.offsets)
+    copy = Buffers(*views(b.qkv.clone(), point), b.cu_seqlens, b.offsets)
     record = timed(point, copy, both)
     out = both(copy)
     record["error_vs_fp32"] = sampled_error(out, copy, b.offsets, point.shape)
@@ -313,18 +233,6 @@ def turn(qkv: Tensor, point: Point, positions: Tensor, cos: Tensor, sin: Tensor,
     )  # fmt: skip
 
 
-def _views(qkv: Tensor, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads, kv, dim = point.num_heads, point.num_kv_heads, point.head_dim
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x in qkv.split([heads * dim, kv * dim, kv * dim], dim=-1))
-    return qkv, q, k, v
-
-
-def _sequences(b: Buffers) -> Any:
-    from rose.attention.interface import Sequences
-
-    return Sequences(b.offsets, b.cu_seqlens)
-
-
 def variants(point: Point, backends: dict[str, Any]) -> Iterator[tuple[str, Callable[[Buffers], dict[str, Any]]]]:
     """(name, measurement) of everything to try at `point`. `backends`: name → backend or the error of making it."""
     from torch.nn.attention import SDPBackend
@@ -333,11 +241,11 @@ def variants(point: Point, backends: dict[str, Any]) -> Iterator[tuple[str, Call
         yield name, lambda b, x=backend: static(point, b, _made(x))
     huge = point.flops > 4e12
     if "triton" in backends and not huge:
-        for tiles in attention_tiles(point.head_dim):
+        for tiles in attention_tiles(point.head_dim, point.length):
             yield f"triton {'/'.join(map(str, tiles))}", lambda b, t=tiles: tiled(point, b, t)
-        if point.head_dim == 128 and point.length <= 512 and not point.causal:
+        if point.head_dim == 128 and point.num_tokens <= 128 and not point.causal:
             yield "qk_norm_rope, triton", lambda b: rope_before(point, b)
-            for tiles in ROPE_TILES:
+            for tiles in rope_tiles(point.length):
                 yield f"triton with rope {'/'.join(map(str, tiles))}", lambda b, t=tiles: rope_in_flight(point, b, t)
     for name in ("fa2", "fa3"):
         if name in backends:
@@ -354,12 +262,13 @@ def make_backends(names: list[str]) -> dict[str, Any]:
         "fa2": lambda: FlashInferBackend("fa2", DEVICE, BF16),
         "fa3": lambda: FlashInferBackend("fa3", DEVICE, BF16),
         "flash4": Flash4Backend,
+        "cudnn": CudnnVarlen,
     }
     made: dict[str, Any] = {}
     for name in names:
         try:
             made[name] = makers[name]()
-        except Exception as error:  # noqa: BLE001 recorded for every point
+        except Exception as error:  # noqa: BLE001 - recorded for every point
             made[name] = error
             print(f"{name} is not available: {type(error).__name__}: {error}")
     return made
@@ -369,32 +278,6 @@ def _made(backend: Any) -> Any:
     if isinstance(backend, Exception):
         raise backend
     return backend
-
-
-def best(point: Point, records: list[dict[str, Any]]) -> str | None:
-    """The backend with the least time for a whole step: all layers, and for short steps the planning before them."""
-    right = [
-        r for r in records
-        if r["case"] == point.name and "prepare_us" in r and r["error_vs_fp32"] < TOLERANCE
-        and r["other_lengths_error"] < TOLERANCE and r["padding_finite"]
-    ]  # fmt: skip
-    if not right:
-        return None
-    planning = 1 if point.num_tokens <= LATENCY_TOKENS else 0
-    fastest = min(right, key=lambda r: r["us"] * LAYERS[point.head_dim] + planning * r["prepare_us"])
-    return str(fastest["variant"])
-
-
-def write_table(directory: str | None, records: list[dict[str, Any]]) -> str:
-    lines = [
-        f'    ({p.head_dim}, {p.causal}, {p.num_seqs}, {p.num_tokens}, "{winner}"),'
-        for p in points()
-        if (winner := best(p, records)) is not None
-    ]
-    text = TABLE_HEAD + "\n".join(lines) + "\n)\n"
-    if directory is not None:
-        (Path(directory) / "choice_table.py").write_text(text)
-    return text
 
 
 def line(record: dict[str, Any]) -> str:

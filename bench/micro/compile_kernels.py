@@ -21,14 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime.jit import JITFunction
 
-from bench.micro.variants import GEMMS, ROPE_TILES, attention_tiles, gemm_tiles
+from bench.micro.variants import PARTS, attention_tiles, rope_tiles
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
-from rose.kernels.ragged_attention import Rope, ragged_attention
-from rose.kernels.skinny_gemm import Workspace, skinny_gemm
+from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
 
 TARGET = GPUTarget("cuda", 90, 32)
 BF16 = torch.bfloat16
@@ -85,11 +84,18 @@ def usage(cubin: bytes) -> str:
            f"wgmma {hgmma:3d} mma {hmma:3d} 16-byte loads {wide:3d}"  # fmt: skip
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    def z(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype)
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
 
-    tokens, ids = 128, z(128, dtype=torch.int32)
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield from row_cases()
+    yield from pooling_cases()
+    yield from attention_cases()
+
+
+def row_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    z, tokens, ids = zeros, 128, zeros(128, dtype=torch.int32)
     h, i = 1024, 3072
     for width in (384, 1024):
         yield f"add_rms_norm {width}", lambda w=width: add_rms_norm(z(tokens, w), z(tokens, w), z(w), 1e-6)
@@ -103,6 +109,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 ids, ids, ids, word=z(99, w), position=z(99, w), token_type=z(2, w), weight=z(w), bias=z(w), eps=1e-6
             ),
         )
+    for parts in PARTS:
+        yield (
+            f"add_rms_norm {h} of {parts} parts",
+            lambda p=parts: add_rms_norm(z(p, tokens, h), z(tokens, h), z(h), 1e-6),
+        )
     yield "silu_mul", lambda: silu_mul(z(tokens, 2 * i))
     yield "gelu", lambda: gelu(z(tokens, 1536), z(1536))
     yield "embed", lambda: embed(ids, z(99, h))
@@ -114,47 +125,37 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             z(tokens, 4096), z(128), z(128), ids, table, table, num_heads=16, num_kv_heads=8, head_dim=128
         ),
     )
-    defaults = Defaults("mean", True, True)
-    for num_tokens in (128, 4096):
-        yield (
-            f"pool_rows {num_tokens}",
-            lambda t=num_tokens: pool_rows(
-                z(t, h), z(9, dtype=torch.int32), z(8, 8, dtype=torch.int32), z(8, dtype=torch.int32),
-                z(32768, dtype=torch.uint8), defaults,
-            ),
+
+
+def pooling_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    def pool(num_tokens: int) -> None:
+        pool_rows(
+            zeros(num_tokens, 1024), zeros(9, dtype=torch.int32), zeros(8, 8, dtype=torch.int32),
+            zeros(8, dtype=torch.int32), zeros(32768, dtype=torch.uint8), Defaults("mean", True, True),
         )  # fmt: skip
-    cu = z(9, dtype=torch.int32)
+
+    for num_tokens in (32, 4096):
+        yield f"pool_rows {num_tokens}", lambda t=num_tokens: pool(t)
+
+
+def attention_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    def attend(d: int, heads: int, kv: int, causal: bool, tiles: Tiles, rope: Rope | None = None) -> None:
+        qkv = zeros(128, (heads + 2 * kv) * d)
+        q, k, v = (p.unflatten(-1, (-1, d)) for p in qkv.split([heads * d, kv * d, kv * d], dim=-1))
+        cu_seqlens = zeros(9, dtype=torch.int32)
+        ragged_attention(q, k, v, cu_seqlens, scale=1.0, causal=causal, tiles=tiles, rope=rope)
+
     for d, heads, kv in ((32, 12, 12), (64, 16, 16), (128, 16, 8)):
-        for tiles in attention_tiles(d):
-            for causal in (False, True):
-                qkv = z(tokens, (heads + 2 * kv) * d)
-                q, k, v = (p.unflatten(-1, (-1, d)) for p in qkv.split([heads * d, kv * d, kv * d], dim=-1))
+        for tiles in dict.fromkeys([*attention_tiles(d, 32), *attention_tiles(d, 512)]):
+            for causal in (False, True) if d == 128 else (False,):
                 yield (
                     f"attention d{d} {tuple(tiles)} causal={causal}",
-                    lambda q=q, k=k, v=v, c=causal, t=tiles: ragged_attention(
-                        q, k, v, cu, scale=1.0, causal=c, tiles=t
-                    ),
+                    lambda a=(d, heads, kv, causal, tiles): attend(*a),
                 )
-    for tiles in ROPE_TILES:
-        rope = Rope(z(128), z(128), table, table, 1e-6)
-        qkv = z(tokens, 4096)
-        q, k, v = (p.unflatten(-1, (-1, 128)) for p in qkv.split([2048, 1024, 1024], dim=-1))
-        yield (
-            f"attention+rope {tuple(tiles)}",
-            lambda q=q, k=k, v=v, r=rope, t=tiles: ragged_attention(
-                q, k, v, cu, scale=1.0, causal=False, rope=r, tiles=t
-            ),
-        )
-    workspace = Workspace("cpu", 1 << 24)
-    for name, n, k, epilogue, norm in GEMMS:
-        for tiles in gemm_tiles(name):
-            yield (
-                f"gemm {name} {tuple(tiles)}",
-                lambda n=n, k=k, e=epilogue, m=norm, t=tiles: skinny_gemm(
-                    z(128, k), z(n, k), epilogue=e, norm_eps=m, workspace=workspace, tiles=t,
-                    residual=z(128, n) if e == "residual" else None,
-                ),
-            )  # fmt: skip
+    table = zeros(99, 64, dtype=torch.float32)
+    for tiles in [*rope_tiles(32), *rope_tiles(128)]:
+        rope = Rope(zeros(128), zeros(128), table, table, 1e-6)
+        yield f"attention+rope {tuple(tiles)}", lambda t=tiles, r=rope: attend(128, 16, 8, False, t, r)
 
 
 def main() -> None:
@@ -170,7 +171,7 @@ def main() -> None:
             continue
         try:
             run()
-        except Exception as error:  # noqa: BLE001 one kernel's failure must not hide the others
+        except Exception as error:  # noqa: BLE001 - one kernel's failure must not hide the others
             print(f"{name:48s} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
         for kernel, compiled in found:
             print(

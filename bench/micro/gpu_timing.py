@@ -77,7 +77,7 @@ def attempt(record: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> di
     """`record` with what `measure` found, or with its error: one failing variant must not end the run."""
     try:
         record.update(measure())
-    except Exception as error:  # noqa: BLE001 recorded
+    except Exception as error:  # noqa: BLE001 - recorded: the other variants must be measured all the same
         record["error"] = f"{type(error).__name__}: {str(error)[:400]}"
         try:
             torch.cuda.synchronize()

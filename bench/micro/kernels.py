@@ -9,26 +9,25 @@ a model does.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.micro.cases import DEVICE, Build, Case, random, simple, weights
 from bench.micro.gpu_timing import (
     BYTES_PER_S,
     FLOP_PER_S,
-    Run,
     attempt,
     graph_us,
     num_copies,
-    relative_error,
     save,
     versions,
     warm_cache,
 )
-from bench.micro.variants import GEMMS, Gemm, gemm_tiles
+from bench.micro.products import gemm_cases
 from ipc.step import DTYPE_CODES
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
@@ -36,50 +35,9 @@ from rose.kernels.launch import use_pdl
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
-from rose.kernels.skinny_gemm import Workspace, fold_norm, skinny_gemm
 
-DEVICE, BF16 = "cuda", torch.bfloat16
 TOKENS = (128, 512, 4096, 12800)
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 1024, 3072, 16, 8, 128, 151_936
-NUM_LAYERS = 28
-
-Build = Callable[[], tuple[Run, Callable[[], float]]]  # one set of buffers: (the call, its error against float32)
-
-
-class Case(NamedTuple):
-    """One thing to compute, in the ways it can be computed."""
-
-    name: str
-    num_bytes: float  # that must move
-    flops: float
-    variants: dict[str, Build]
-    copies: int | None = None
-
-
-def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
-
-
-def weights(*shape: int) -> Tensor:
-    return (1 + 0.1 * torch.randn(*shape, device=DEVICE)).to(BF16)
-
-
-def simple(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]], expected: Callable[..., Tensor]) -> Build:
-    """A variant whose call takes `make`'s tensors and returns (or leaves in the first) what `expected` returns."""
-
-    def build() -> tuple[Run, Callable[[], float]]:
-        arguments = make()
-
-        def error() -> float:
-            fresh = make()
-            torch.cuda.synchronize()  # constants may be read before the kernel in front has finished
-            want = expected(*(x.clone() if isinstance(x, Tensor) else x for x in fresh))
-            got = call(*fresh)
-            return relative_error(fresh[0] if got is None else got, want)
-
-        return (lambda: call(*arguments)), error
-
-    return build
 
 
 def norm_cases(tokens: int) -> Iterator[Case]:
@@ -274,80 +232,6 @@ def pooling_cases(tokens: int) -> Iterator[Case]:
             read = tokens if pooling == "mean" else num_seqs
             variants = {"triton": simple(ours, make, want), "torch (equal lengths)": simple(by_torch, make, want)}
             yield Case(f"pool {pooling} {num_seqs}x{length}", 2.0 * read * HIDDEN, 0, variants)
-
-
-def gemm_cases(num_rows: int) -> Iterator[Case]:
-    workspace = Workspace(DEVICE)
-    for gemm in GEMMS:
-        columns = gemm.rows // 2 if gemm.epilogue == "silu_mul" else gemm.rows
-        moved = 2.0 * (gemm.rows * gemm.k + num_rows * (gemm.k + columns * (2 if gemm.epilogue == "residual" else 1)))
-        variants = {"cublas alone": cublas(gemm, num_rows, fused=False), "cublas + kernels": cublas(gemm, num_rows)}
-        for tiles in gemm_tiles(gemm.name):
-            variants[f"triton {'/'.join(map(str, tiles))}"] = skinny(gemm, num_rows, tiles, workspace)
-        yield Case(
-            f"gemm {gemm.name} {gemm.k}->{gemm.rows} M={num_rows}", moved, 2.0 * num_rows * gemm.rows * gemm.k,
-            variants, copies=NUM_LAYERS,
-        )  # fmt: skip
-
-
-def gemm_buffers(gemm: Gemm, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, norm weight, residual."""
-    weight = random(gemm.rows, gemm.k, scale=0.02)
-    return random(num_rows, gemm.k), weight, weights(gemm.k), random(num_rows, gemm.rows)
-
-
-def gemm_expected(gemm: Gemm, x: Tensor, weight: Tensor, norm_weight: Tensor, residual: Tensor) -> Tensor:
-    rows = x.float()
-    if gemm.norm_eps is not None:
-        rows = F.rms_norm(rows, (gemm.k,), norm_weight.float(), gemm.norm_eps)
-    y = rows @ weight.float().T
-    if gemm.epilogue == "silu_mul":
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate) * up
-    return y + residual.float() if gemm.epilogue == "residual" else y
-
-
-def skinny(gemm: Gemm, num_rows: int, tiles: Any, workspace: Workspace) -> Build:
-    def build() -> tuple[Run, Callable[[], float]]:
-        x, weight, norm_weight, residual = gemm_buffers(gemm, num_rows)
-        folded = weight if gemm.norm_eps is None else fold_norm(weight, norm_weight)
-
-        def call() -> Tensor:
-            return skinny_gemm(
-                x, folded, epilogue=gemm.epilogue, norm_eps=gemm.norm_eps, workspace=workspace, tiles=tiles,
-                residual=residual if gemm.epilogue == "residual" else None,
-            )  # fmt: skip
-
-        return call, lambda: relative_error(call(), gemm_expected(gemm, x, weight, norm_weight, residual))
-
-    return build
-
-
-def cublas(gemm: Gemm, num_rows: int, *, fused: bool = True) -> Build:
-    """The product alone, or with our kernels around it: what the skinny product replaces."""
-
-    def build() -> tuple[Run, Callable[[], float]]:
-        x, weight, norm_weight, residual = gemm_buffers(gemm, num_rows)
-        stream = torch.zeros_like(x)
-
-        def call() -> Tensor:
-            rows = x
-            if fused and gemm.norm_eps is not None:
-                rows = add_rms_norm(x, stream, norm_weight, gemm.norm_eps)
-            y = F.linear(rows, weight)
-            return silu_mul(y) if fused and gemm.epilogue == "silu_mul" else y
-
-        def error() -> float:
-            if not fused:
-                return relative_error(call(), x.float() @ weight.float().T)
-            stream.zero_()
-            y = call()
-            y = y.float() + residual.float() if gemm.epilogue == "residual" else y
-            return relative_error(y, gemm_expected(gemm, x, weight, norm_weight, residual))
-
-        return call, error
-
-    return build
 
 
 def measure(case: Case, build: Build, *, pdl: bool) -> dict[str, Any]:

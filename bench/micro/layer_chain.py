@@ -16,18 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.micro.gpu_timing import BYTES_PER_S, attempt, graph_us, save, versions, warm_cache
+from bench.micro.products import blas
+from bench.micro.variants import rope_tiles
 from ipc.step import DTYPE_CODES
 from rose.attention.flashinfer_ragged import FlashInferBackend
 from rose.attention.interface import AttentionShape
 from rose.attention.triton_ragged import TritonAttention
 from rose.kernels.activation import silu_mul
-from rose.kernels.embedding import embed, embed_rms_norm
+from rose.kernels.embedding import embed_rms_norm
 from rose.kernels.launch import use_pdl
 from rose.kernels.norm import add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
-from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
-from rose.kernels.skinny_gemm import Workspace, fold_norm, skinny_gemm
+from rose.kernels.ragged_attention import Rope, ragged_attention
+from rose.kernels.split_product import num_parts, split_product
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HIDDEN, HEADS, KV_HEADS, DIM, INTERMEDIATE, LAYERS, VOCABULARY, EPS = 1024, 16, 8, 128, 3072, 28, 151_936, 1e-6
@@ -37,7 +39,7 @@ TOKENS = (32, 128, 256, 512)
 
 
 class Layer(NamedTuple):
-    """Weights as loaded, and with the norm before them folded in."""
+    """Weights of one layer."""
 
     norm1: Tensor
     qkv: Tensor
@@ -47,26 +49,23 @@ class Layer(NamedTuple):
     norm2: Tensor
     gate_up: Tensor
     down: Tensor
-    qkv_folded: Tensor
-    gate_up_folded: Tensor
 
 
 class Way(NamedTuple):
-    """Which products are skinny (the rest: cuBLAS and kernels around it), and the attention."""
+    """How o and down are multiplied and added to the stream, who attends, and whose products."""
 
-    skinny: frozenset[str]
-    attention: str  # triton | rope | fa2 | fa3
+    product: str  # linear | addmm | split
+    attention: str  # triton | rope (norm and rotation in flight) | fa2 | fa3
+    library: str = "cublas"
 
 
 WAYS = {
-    "cublas, fa2": Way(frozenset(), "fa2"),
-    "cublas, fa3": Way(frozenset(), "fa3"),
-    "cublas, triton": Way(frozenset(), "triton"),
-    "skinny o down, fa2": Way(frozenset({"o", "down"}), "fa2"),
-    "skinny qkv gate_up, fa2": Way(frozenset({"qkv", "gate_up"}), "fa2"),
-    "skinny all, fa2": Way(frozenset({"qkv", "o", "gate_up", "down"}), "fa2"),
-    "skinny all, triton": Way(frozenset({"qkv", "o", "gate_up", "down"}), "triton"),
-    "skinny all, triton with rope": Way(frozenset({"qkv", "o", "gate_up", "down"}), "rope"),
+    "linear, fa3": Way("linear", "fa3"),
+    "linear, triton": Way("linear", "triton"),
+    "linear by cublaslt, triton": Way("linear", "triton", "cublaslt"),
+    "addmm, triton": Way("addmm", "triton"),
+    "split, triton": Way("split", "triton"),
+    "split, triton with rope": Way("split", "rope"),
 }
 
 
@@ -77,16 +76,13 @@ def make_layers() -> list[Layer]:
     def ones(n: int) -> Tensor:
         return (1 + 0.1 * torch.randn(n, device=DEVICE)).to(BF16)
 
-    layers = []
-    for _ in range(LAYERS):
-        norm1, norm2, qkv, gate_up = ones(HIDDEN), ones(HIDDEN), matrix(sum(SIZES), HIDDEN), matrix(6144, HIDDEN)
-        layers.append(
-            Layer(
-                norm1, qkv, ones(DIM), ones(DIM), matrix(HIDDEN, SIZES[0]), norm2, gate_up,
-                matrix(HIDDEN, INTERMEDIATE), fold_norm(qkv, norm1), fold_norm(gate_up, norm2),
-            )
+    def layer() -> Layer:
+        return Layer(
+            ones(HIDDEN), matrix(sum(SIZES), HIDDEN), ones(DIM), ones(DIM), matrix(HIDDEN, SIZES[0]),
+            ones(HIDDEN), matrix(2 * INTERMEDIATE, HIDDEN), matrix(HIDDEN, INTERMEDIATE),
         )  # fmt: skip
-    return layers
+
+    return [layer() for _ in range(LAYERS)]
 
 
 class Model:
@@ -101,7 +97,6 @@ class Model:
         frequencies = 1e6 ** -(torch.arange(0, DIM, 2, device=DEVICE) / DIM)
         angles = torch.outer(torch.arange(1024, device=DEVICE).float(), frequencies)
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.workspace = Workspace(DEVICE)
         self.table = torch.full((1, 8), -1, dtype=torch.int32, device=DEVICE)
         self.table[0, 2], self.table[0, 5] = DTYPE_CODES["float32"], 0
         self.status = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -109,45 +104,13 @@ class Model:
         torch.cuda.synchronize()
 
     def forward(self, way: Way, attend: Any) -> Tensor:
-        skinny, workspace = way.skinny, self.workspace
-        if "qkv" in skinny:
-            x, normed = embed(self.ids, self.word), None
-        else:
-            x, normed = embed_rms_norm(self.ids, self.word, self.layers[0].norm1, EPS)
-        delta: Tensor | None = None  # what the last product adds to x, where it has not added it itself
-        for index, w in enumerate(self.layers):
-            if "qkv" in skinny:
-                if delta is not None:
-                    x = x.add_(delta)
-                qkv = skinny_gemm(x, w.qkv_folded, norm_eps=EPS)
-            else:
-                if index > 0:
-                    normed = (
-                        add_rms_norm(x, None, w.norm1, EPS) if delta is None else add_rms_norm(delta, x, w.norm1, EPS)
-                    )
-                qkv = F.linear(normed, w.qkv)
-            heads = self.attention(way, attend, qkv, w).flatten(1)
-            if "o" in skinny:
-                skinny_gemm(heads, w.o, epilogue="residual", residual=x, out=x, workspace=workspace)
-                delta = None
-            else:
-                delta = F.linear(heads, w.o)
-            if "gate_up" in skinny:
-                if delta is not None:
-                    x = x.add_(delta)
-                hidden = skinny_gemm(x, w.gate_up_folded, norm_eps=EPS, epilogue="silu_mul")
-            else:
-                normed = add_rms_norm(x, None, w.norm2, EPS) if delta is None else add_rms_norm(delta, x, w.norm2, EPS)
-                hidden = silu_mul(F.linear(normed, w.gate_up))
-            if "down" in skinny:
-                skinny_gemm(hidden, w.down, epilogue="residual", residual=x, out=x, workspace=workspace)
-                delta = None
-            else:
-                delta = F.linear(hidden, w.down)
-        last = (
-            add_rms_norm(x, None, self.last_norm, EPS) if delta is None else add_rms_norm(delta, x, self.last_norm, EPS)
-        )
-        pool_rows(last, self.cu_seqlens, self.table, self.status, self.values, Defaults("mean", False, False))
+        x, normed = embed_rms_norm(self.ids, self.word, self.layers[0].norm1, EPS)
+        norms = [*(w.norm1 for w in self.layers[1:]), self.last_norm]
+        for w, next_norm in zip(self.layers, norms, strict=True):
+            heads = self.attention(way, attend, F.linear(normed, w.qkv), w).flatten(1)
+            normed = add_product(way, x, heads, w.o, w.norm2)
+            normed = add_product(way, x, silu_mul(F.linear(normed, w.gate_up)), w.down, next_norm)
+        pool_rows(normed, self.cu_seqlens, self.table, self.status, self.values, Defaults("mean", False, False))
         return self.values.view(torch.float32)
 
     def attention(self, way: Way, attend: Any, qkv: Tensor, w: Layer) -> Tensor:
@@ -161,7 +124,7 @@ class Model:
             return attend(q, k, v, SHAPE)
         rope = Rope(w.q_norm, w.k_norm, self.cos, self.sin, EPS)
         return ragged_attention(
-            q, k, v, self.cu_seqlens, scale=SHAPE.scale, causal=False, rope=rope, tiles=Tiles(64, 32, 4, 2)
+            q, k, v, self.cu_seqlens, scale=SHAPE.scale, causal=False, rope=rope, tiles=rope_tiles(len(qkv))[0]
         )
 
     def reference(self) -> Tensor:
@@ -188,6 +151,14 @@ class Model:
         return norm(x, self.last_norm).mean(0)
 
 
+def add_product(way: Way, x: Tensor, rows: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+    """x += rows · weightᵀ in place; returns x normalised."""
+    if way.product == "addmm":
+        return add_rms_norm(x.addmm_(rows, weight.t()), None, norm, EPS)
+    parts = num_parts(len(rows), len(weight), rows.shape[1]) if way.product == "split" else 1
+    return add_rms_norm(F.linear(rows, weight) if parts == 1 else split_product(rows, weight, parts), x, norm, EPS)
+
+
 def measure(model: Model, way: Way, expected: Tensor, *, pdl: bool) -> dict[str, Any]:
     use_pdl(pdl)
     attend: Any = TritonAttention(model.cu_seqlens)
@@ -197,9 +168,10 @@ def measure(model: Model, way: Way, expected: Tensor, *, pdl: bool) -> dict[str,
         attend.prepare([0, len(model.ids)])
     model.values.zero_()
     torch.cuda.synchronize()
-    got = model.forward(way, attend)
-    cosine = F.cosine_similarity(got, expected, dim=0).item()
-    return {"cosine": cosine, "ms": graph_us([lambda: model.forward(way, attend)], replays=21) / 1e3}
+    with blas(way.library):
+        got = model.forward(way, attend)
+        cosine = F.cosine_similarity(got, expected, dim=0).item()
+        return {"cosine": cosine, "ms": graph_us([lambda: model.forward(way, attend)], replays=21) / 1e3}
 
 
 def main() -> None:

@@ -2,49 +2,43 @@
 
 from typing import NamedTuple
 
-from rose.kernels.ragged_attention import Tiles as AttentionTiles
-from rose.kernels.skinny_gemm import Epilogue, Tiles
+from rose.kernels.ragged_attention import Tiles
+
+EPS = 1e-6
 
 
 class Gemm(NamedTuple):
-    """One matrix of a layer: weight [rows, k]; norm_eps: RMSNorm is folded in."""
+    """One matrix of a layer, weight [columns, depth], and what stands around it: `norm before` (x is normalised first),
+    `swiglu` (that, and the two halves of the columns are gate and up), `norm after` (the residual is added, then
+    normalised)."""
 
     name: str
-    rows: int
-    k: int
-    epilogue: Epilogue
-    norm_eps: float | None
+    columns: int
+    depth: int
+    around: str
 
 
 GEMMS = (
-    Gemm("qkv", 4096, 1024, "none", 1e-6),
-    Gemm("o", 1024, 2048, "residual", None),
-    Gemm("gate_up", 6144, 1024, "silu_mul", 1e-6),
-    Gemm("down", 1024, 3072, "residual", None),
+    Gemm("qkv", 4096, 1024, "norm before"),
+    Gemm("o", 1024, 2048, "norm after"),
+    Gemm("gate_up", 6144, 1024, "swiglu"),
+    Gemm("down", 1024, 3072, "norm after"),
 )
+PARTS = (2, 4, 8)  # of a product's depth
 
 
-def gemm_tiles(name: str) -> list[Tiles]:
-    """Variants worth timing, by matrix."""
-    return {
-        "qkv": [Tiles(64, 64, 64, 1, 4, 5), Tiles(64, 64, 128, 1, 4, 4), Tiles(128, 32, 64, 1, 4, 5),
-                Tiles(128, 64, 64, 1, 4, 5), Tiles(128, 128, 64, 1, 8, 4)],
-        "o": [Tiles(64, 64, 128, 4, 4, 4), Tiles(64, 32, 128, 2, 4, 4), Tiles(64, 64, 64, 4, 4, 5),
-              Tiles(128, 32, 64, 4, 4, 5), Tiles(64, 64, 64, 1, 4, 6)],
-        "gate_up": [Tiles(64, 64, 64, 1, 4, 4), Tiles(64, 32, 64, 1, 4, 4), Tiles(128, 32, 64, 1, 4, 4),
-                    Tiles(128, 32, 64, 1, 8, 4), Tiles(128, 64, 64, 1, 8, 4)],
-        "down": [Tiles(64, 64, 128, 4, 4, 4), Tiles(64, 32, 128, 2, 4, 4), Tiles(64, 64, 64, 4, 4, 5),
-                 Tiles(128, 32, 64, 4, 4, 5), Tiles(64, 64, 64, 1, 4, 6)],
-    }[name]  # fmt: skip
-
-
-def attention_tiles(head_dim: int) -> list[AttentionTiles]:
-    """Variants worth timing, by head dimension."""
+def attention_tiles(head_dim: int, length: int) -> list[Tiles]:
+    """Variants worth timing, by head dimension and length of the sequences."""
+    tiles = [Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3)]
+    if length <= 128:
+        return [*tiles, Tiles(32, 32, 4, 3), Tiles(32, 32, 2, 3), Tiles(32, 64, 4, 3), Tiles(16, 64, 4, 3)]
     if head_dim <= 64:
-        return [AttentionTiles(64, 64, 4, 3), AttentionTiles(128, 64, 4, 3), AttentionTiles(128, 128, 8, 2),
-                AttentionTiles(64, 32, 4, 3), AttentionTiles(128, 64, 8, 3)]  # fmt: skip
-    return [AttentionTiles(64, 64, 4, 2), AttentionTiles(128, 64, 8, 3), AttentionTiles(128, 128, 8, 2),
-            AttentionTiles(64, 64, 4, 3), AttentionTiles(64, 32, 4, 3)]  # fmt: skip
+        return [*tiles, Tiles(128, 64, 8, 3), Tiles(64, 128, 4, 3)]
+    return [*tiles, Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)]
 
 
-ROPE_TILES = (AttentionTiles(64, 64, 4, 2), AttentionTiles(64, 32, 4, 2), AttentionTiles(32, 32, 4, 2))
+def rope_tiles(length: int) -> list[Tiles]:
+    """With norm and rotation in flight: few rows, so that many programs share the keys' turning; all keys at once."""
+    if length <= 32:
+        return [Tiles(32, 32, 4, 1)]
+    return [Tiles(32, 128, 8, 1), Tiles(16, 128, 8, 1)]

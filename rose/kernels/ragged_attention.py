@@ -3,7 +3,9 @@
 The grid is an upper bound that follows from (N, T) alone, so one captured graph is right for any lengths. Query tiles
 are numbered with gaps: sequence i owns tiles from cu_seqlens[i] // BLOCK_M + i on, at least as many as it has; a
 program finds its sequence by counting the ends before its own number. Tiles behind the last sequence write zeros, so
-that padding rows are finite. Online softmax in base 2 (FlashAttention-2), float32 accumulators, inputs stay 16 bit.
+that padding rows are finite. With many sequences nearly half of the programs may find nothing to do and end at once:
+some lengths of N sequences and T tokens do need them all. Online softmax in base 2 (FlashAttention-2), float32
+accumulators, inputs stay 16 bit.
 
 With `rope` the raw q and k heads are normalised and turned while they are read: a kernel and a pass over q, k less;
 worth it for short sequences, where each k is read by few query tiles.
@@ -40,13 +42,18 @@ class Rope(NamedTuple):
     eps: float
 
 
-def default_tiles(head_dim: int, num_tokens: int) -> Tiles:
-    """By head dimension and step size, chosen on an H200 (bench/micro/attention.py)."""
-    if num_tokens <= 1024:  # more, smaller programs
-        return Tiles(64, 64, 4, 3 if head_dim <= 64 else 2)
-    if head_dim <= 64:
-        return Tiles(128, 64, 4, 3)
-    return Tiles(128, 64, 8, 3)
+def default_tiles(head_dim: int, num_tokens: int, num_seqs: int, causal: bool) -> Tiles:
+    """Measured on an H200 (bench/results/2026-11-30_h200_attention.md).
+
+    Follows from what is known when a graph is captured: the step's shape, never single lengths. Causal or not made no
+    difference among the tiles measured.
+    """
+    mean_length = num_tokens / max(1, num_seqs)
+    if mean_length <= 48 or (head_dim == 32 and num_seqs > 1 and mean_length <= 192):
+        return Tiles(64, 32, 4, 3)  # one block of keys holds the sequence, or wastes little
+    if head_dim == 64 and mean_length > 1024:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 64, 4, 3)
 
 
 @triton.jit
@@ -236,7 +243,7 @@ def ragged_attention(
         "heads must be contiguous within a token: pass views of the packed projections"
     )
     num_seqs = len(cu_seqlens) - 1
-    tiles = default_tiles(head_dim, num_tokens) if tiles is None else tiles
+    tiles = default_tiles(head_dim, num_tokens, num_seqs, causal) if tiles is None else tiles
     out = q.new_empty(q.shape) if out is None else out
     grid = (num_heads, num_tokens // tiles.block_m + num_seqs + 1)
     shape = {

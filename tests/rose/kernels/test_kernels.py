@@ -9,6 +9,7 @@ from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
+from rose.kernels.split_product import num_parts, split_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,6 +57,25 @@ def test_add_rms_norm_in_place_and_strided() -> None:
     x = wide[:, :64].contiguous()
     assert add_rms_norm(x, None, weight, 1e-6, out=x) is x
     close(x, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_product_added_by_the_norm(dtype: torch.dtype) -> None:
+    x, weight = random(6, 96, dtype=dtype), random(40, 96, dtype=dtype, scale=0.1)
+    residual, norm_weight = random(6, 40, dtype=dtype), random(40, dtype=dtype)
+    total = residual.float() + x.float() @ weight.float().T
+    parts = split_product(x, weight, 4)
+    assert parts.shape == (4, 6, 40)
+    normed = add_rms_norm(parts, residual, norm_weight, 1e-6)
+    close(residual, total, dtype)
+    close(normed, F.rms_norm(total, (40,), norm_weight.float(), 1e-6), dtype)
+
+
+def test_how_a_product_is_split() -> None:
+    assert [num_parts(rows, 1024, 3072) for rows in (1, 64, 128, 256, 512, 4096)] == [8, 8, 4, 2, 1, 1]
+    assert num_parts(128, 1024, 2048) == 4
+    assert num_parts(128, 6144, 1024) == 1, "wide enough as it is"
+    assert num_parts(8, 1024, 384) == 1, "too shallow to be worth it"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

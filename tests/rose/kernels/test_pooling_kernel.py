@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ipc.step import DTYPE_CODES, POOLING_CODES, STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK
 from rose.attention.interface import Sequences
-from rose.kernels.pooling import Defaults, convert_rows, pool_rows, pool_vectors
+from rose.kernels.pooling import Defaults, _tile_tokens, convert_rows, pool_rows, pool_vectors
 from rose.pooling import OutputDefaults, convert, group_rows, pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,11 +61,10 @@ def check(values: Tensor, row: int, want: Tensor, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("int8", ["tanh", "scaled"])
-@pytest.mark.parametrize("long", [False, True])
-def test_pool_rows(long: bool, int8: str) -> None:
-    lengths = [5, 1, 9, 130 if long else 12, 0, 3, 64, 0]
+@pytest.mark.parametrize(("longest", "pad"), [(12, 1), (130, 120), (1900, 200)])  # in one go, tiles of 32, of 128
+def test_pool_rows(longest: int, pad: int, int8: str) -> None:
+    lengths = [5, 1, 3, longest, 0, 3, 64 if longest > 12 else 5, 0]
     kinds = [*KINDS[:4], KINDS[4], *KINDS[5:], KINDS[0]]
-    pad = 120 if long else 3
     hidden = torch.randn(sum(lengths) + pad, HIDDEN, device=DEVICE)
     hidden[sum(lengths) :] = float("nan")
     table = make_table(kinds)
@@ -78,6 +77,10 @@ def test_pool_rows(long: bool, int8: str) -> None:
         check(values, row, want, kinds[row][1])
     assert status.tolist() == [STATUS_OK] * 4 + [77] + [STATUS_OK] * 3, "an empty sequence writes nothing"
     assert (values.view(-1, STRIDE)[[4, 7]] == UNTOUCHED).all()
+
+
+def test_tiles_follow_from_the_size_of_the_step() -> None:
+    assert [_tile_tokens(n) for n in (33, 1024, 1025, 4096, 12_800, 100_000)] == [32, 32, 64, 128, 256, 256]
 
 
 def test_failed_rows_are_zero() -> None:

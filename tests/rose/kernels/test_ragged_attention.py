@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rose.kernels.qk_norm_rope import qk_norm_rope
-from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
+from rose.kernels.ragged_attention import Rope, Tiles, default_tiles, ragged_attention
 from tests.rose.kernels.test_kernels import rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +51,16 @@ def test_ragged_attention(head_dim: int, lengths: list[int], causal: bool) -> No
     out = torch.full(q.shape, float("nan"), dtype=DTYPE, device=DEVICE)
     ragged_attention(q, k, v, offsets(lengths), scale=head_dim**-0.5, causal=causal, tiles=TILES, out=out)
     torch.testing.assert_close(out.float().cpu(), reference(q, k, v, lengths, causal), atol=2e-2, rtol=2e-2)
+
+
+def test_default_tiles() -> None:
+    """A function of what a graph is captured for; the measured ones."""
+    for causal in (False, True):
+        assert default_tiles(128, 32, 1, causal) == default_tiles(64, 1024, 32, causal) == Tiles(64, 32, 4, 3)
+        assert default_tiles(32, 8192, 256, causal) == default_tiles(32, 4096, 32, causal) == Tiles(64, 32, 4, 3)
+        assert default_tiles(32, 128, 1, causal) == default_tiles(32, 12_800, 25, causal) == Tiles(64, 64, 4, 3)
+        assert default_tiles(128, 128, 1, causal) == default_tiles(128, 12_800, 25, causal) == Tiles(64, 64, 4, 3)
+        assert default_tiles(64, 2048, 1, causal) == Tiles(128, 64, 8, 3)
 
 
 def test_a_bad_sequence_hurts_only_itself() -> None:
