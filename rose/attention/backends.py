@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rose.attention.choice import choose
+from rose.attention.choice import SPREADING, choose
 from rose.attention.flash4 import Flash4Backend
 from rose.attention.flashinfer_ragged import FlashInferBackend
 from rose.attention.interface import Attend, AttentionBackend, AttentionShape, Sequences
@@ -52,7 +52,11 @@ class Backends:
         return self._get(name).ragged(sequences)
 
     def _choose(self, num_seqs: int, num_tokens: int) -> str:
-        return choose(self._shape, num_seqs, num_tokens, override=self._override, available=self._available)
+        able = self._available
+        if self._override == "auto" and self._dtype == torch.float16 and num_seqs > 1:
+            # in half precision one row may well overflow, and must fail alone; in bfloat16 none does
+            able = tuple(name for name in able if name not in SPREADING)
+        return choose(self._shape, num_seqs, num_tokens, override=self._override, available=able)
 
     def _get(self, name: str) -> _Backend:
         if name not in self._made:

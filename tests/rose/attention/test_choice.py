@@ -1,8 +1,10 @@
 """The measured choice of attention backends."""
 
 import pytest
+import torch
 
-from rose.attention.choice import BACKENDS, Choice, choose
+from rose.attention import backends
+from rose.attention.choice import Choice, choose
 from rose.attention.choice_table import TABLE
 from rose.attention.interface import AttentionShape
 
@@ -48,4 +50,19 @@ def test_the_measured_table_is_well_formed() -> None:
     for head_dim, _, num_seqs, num_tokens, backend in TABLE:
         assert head_dim in (32, 64, 128)
         assert 1 <= num_seqs <= num_tokens
-        assert backend in BACKENDS
+        assert backend in ("triton", "fa2", "fa3"), "flash4 is for those who name it"
+
+
+def test_half_precision_keeps_a_bad_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "available", lambda *_: ("triton", "fa3", "sdpa"))
+
+    def chosen(dtype: torch.dtype, num_seqs: int, num_tokens: int, override: str = "auto") -> str:
+        made = backends.Backends(
+            shape(128, causal=True), dtype, torch.device("cpu"), override=override, num_plans=2
+        )  # fmt: skip
+        return made.choose(num_seqs, num_tokens)
+
+    assert chosen(torch.bfloat16, 25, 12_800) == "fa3"
+    assert chosen(torch.float16, 25, 12_800) == "triton"
+    assert chosen(torch.float16, 1, 12_800) == "fa3"
+    assert chosen(torch.float16, 25, 12_800, override="fa3") == "fa3"
