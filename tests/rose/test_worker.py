@@ -236,3 +236,19 @@ def test_descriptors_do_not_leak_over_schedulers(run_dir: Path, scheduler: HandS
         counts.append(len(os.listdir(f"/proc/{process.pid}/fd")))
         following.close()
     assert counts[0] == counts[-1], counts
+
+
+def test_a_rank_tells_its_figures(scheduler: HandScheduler, start_rank) -> None:
+    start_rank()
+    scheduler.join(epoch=5)
+    scheduler.receive(Ready)
+    scheduler.send_step(5, 1, [[1]])
+    scheduler.receive(StepResult)
+    name = 'bouquet_rank_fake_steps_total{replica="fake/0",rank="0"}'
+    while True:
+        beat = scheduler.receive(Heartbeat)
+        assert isinstance(beat, Heartbeat)
+        assert beat.stats is not None
+        assert beat.stats.process == "rank/fake/0/0"
+        if beat.stats.values[name] == 1:  # the first beat may come before the step
+            return
