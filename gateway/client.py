@@ -180,6 +180,7 @@ class SchedulerClient:
         model = self._by_link[link]
         if message.code == "full":
             chunk.refused.add(link.replica)
+        chunk.given_back |= message.code == "not_ready"
         elsewhere = any(other.replica not in chunk.refused for other in model.live_links())
         if message.code in ("stale", "draining", "not_ready") or (message.code == "full" and elsewhere):
             self._dispatch(model, chunk)
@@ -254,6 +255,7 @@ class SchedulerClient:
                 model.live_at = now
         for model in self._models.values():
             for chunk, since in list(model.waiting.items()):
-                if now - since > self._replica_wait_s and model.waiting.pop(chunk, None) is not None:
+                patience = RECENTLY_S if chunk.given_back else self._replica_wait_s  # it would have waited there, too
+                if now - since > patience and model.waiting.pop(chunk, None) is not None:
                     chunk.job.failed(model.not_ready())
         self._close_idle()

@@ -28,6 +28,7 @@ class Chunk:
         "carrier",
         "chunk_id",
         "deadline",
+        "given_back",
         "input",
         "job",
         "priority",
@@ -45,6 +46,7 @@ class Chunk:
         self.chunk_id = 0  # a new one each time it is sent
         self.carrier: Carrier | None = None
         self.refused: set[str] = set()  # replicas whose pool was full
+        self.given_back = False  # a replica had taken it, and lost its ranks
         self.cancelled = False
 
 

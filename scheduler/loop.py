@@ -22,7 +22,7 @@ from ipc.types import ModelFacts, Task, new_incarnation
 from scheduler.config import SchedulerConfig
 from scheduler.embedding.batcher import EncodePlanner
 from scheduler.gateway_link import GatewayLink
-from scheduler.planner import Planner, PlannerFactory, Reply
+from scheduler.planner import RANKS_AWAY, Planner, PlannerFactory, Reply
 from scheduler.quarantine import Quarantine
 from scheduler.rank_link import RankLink
 from scheduler.request import Request
@@ -31,7 +31,7 @@ from scheduler.stats import Stats
 PLANNERS: Mapping[Task, PlannerFactory] = {"embed": EncodePlanner, "score": EncodePlanner}
 MAX_TICK_S = 0.2  # how often deadlines and silences are looked at
 STALL_S = 1.0  # a tick later than this says that we stood still, not that the others did
-RANKS_BACK_S = 30.0  # for so long after the last rank left, work waits for the next
+RANKS_BACK_S = 1.5  # for so long after ranks left, work waits for the next ones; then it goes back to its gateway
 RETRY_AFTER_MS = 1_000
 GOODBYE_S = 0.1  # for the I/O thread to send the last replies
 
@@ -149,10 +149,12 @@ class Scheduler:
             if factory is None:
                 self.log("no_planner", level="error", task=facts.task, known=sorted(self._planners))
             self.planner = factory and factory(facts, self.config, self.stats, self.quarantine)
+        self._ranks_left_at = None
         self._announce()
         self._pump_soon()
 
     def on_ranks_draining(self) -> None:
+        self._ranks_left_at = time.monotonic()
         self._announce()
 
     def on_ranks_lost(self, epoch: int, ordered: bool) -> None:
@@ -219,21 +221,28 @@ class Scheduler:
         """Why nothing is taken at present."""
         if self.draining:
             return "draining", "this replica is being stopped: send it elsewhere"
-        waited = self._ranks_left_at is not None and now - self._ranks_left_at < RANKS_BACK_S
-        if self.planner is None or not (self.ranks.is_ready or waited):
-            return "not_ready", f"no rank of model {self.model} has joined yet: come back later"
+        awaited = self._ranks_left_at is not None and not self._ranks_are_away(now)
+        if self.planner is None or not (self.ranks.is_ready or awaited):
+            return "not_ready", f"model {self.model} has no ranks here at present: come back later"
         return None
+
+    def _ranks_are_away(self, now: float) -> bool:
+        """Whether they have been gone for so long that other replicas should have the work."""
+        return self._ranks_left_at is not None and now - self._ranks_left_at >= RANKS_BACK_S
 
     def _refuse(self, request: Request, code: RejectCode, message: str) -> None:
         self.stats.requests[code] += 1
         rejected = request.rejection(code, message, None, RETRY_AFTER_MS)
         self.gateways.reply([Reply(request.submit.gateway, rejected)])
 
+    def _abort_all(self, reason: str) -> None:
+        for gateway in self.gateways.incarnations:
+            self.on_abort(gateway, None, reason)
+
     def _flush(self, reason: str) -> None:
         """Ends everything the planner holds with one code, whatever is in flight."""
+        self._abort_all(reason)
         if self.planner is not None:
-            for gateway in self.gateways.incarnations:
-                self._reply(self.planner.abort(gateway, None, reason))
             self._reply(self.planner.lost(0, ordered=True, now=time.monotonic()))
 
     def _announce(self) -> None:
@@ -249,6 +258,8 @@ class Scheduler:
         if not stalled:
             self.ranks.check(now)
             self.gateways.check(now)
+        if self._ranks_are_away(now) and self.stats.pending_requests:
+            self._abort_all(RANKS_AWAY)
         self._pump()
 
 

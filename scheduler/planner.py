@@ -17,6 +17,8 @@ from scheduler.quarantine import Quarantine
 from scheduler.request import Request
 from scheduler.stats import Stats
 
+RANKS_AWAY = "ranks_away"  # a reason to abort: let other replicas have the work
+
 
 class Reply(Struct, frozen=True):
     """A message for one gateway and the raw frame behind it, if any."""
@@ -48,7 +50,8 @@ class Planner(Protocol):
     def abort(self, gateway: int, chunk_id: int | None, reason: str) -> list[Reply]:
         """Cancels one chunk, or with None all of a gateway's. No further step will contain it.
 
-        `reason` "draining" or "not_ready" becomes the code of the Rejected, any other gives "aborted".
+        `reason` "draining" or "not_ready" becomes the code of the Rejected, any other gives "aborted". RANKS_AWAY
+        gives "not_ready" to those that only wait: a request with a row in flight or under suspicion stays.
         """
 
     def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:

@@ -21,7 +21,6 @@ class Pool:
         self.num_tokens = 0
         self._live: dict[int, dict[int, Request]] = {}  # gateway → chunk → request
         self._queues: dict[Priority, OrderedDict[int, Request]] = {"interactive": OrderedDict(), "bulk": OrderedDict()}
-        self._promoted: Request | None = None
 
     def find(self, gateway: int, chunk_id: int) -> Request | None:
         return self._live.get(gateway, {}).get(chunk_id)
@@ -54,9 +53,8 @@ class Pool:
         self.dequeue(request)
 
     def dequeue(self, request: Request) -> None:
-        """Takes it out of its queues, if it is there: it has no row to run."""
-        for queue in self._queues.values():
-            queue.pop(id(request), None)
+        """Takes it out of its queue, if it is there: it has no row to run."""
+        self._queue(request).pop(id(request), None)
 
     def put_front(self, request: Request) -> None:
         """Rows of it must run again, before all others of its class."""
@@ -74,19 +72,6 @@ class Pool:
             self.dequeue(request)
             expired.append(request)
         return None
-
-    def promote(self, now: float, wait_ms: int) -> None:
-        """Lets the oldest bulk request go with the interactive ones, too, if it has waited for `wait_ms`.
-
-        It keeps its place in the bulk queue: behind many interactive ones, the share of bulk serves it sooner.
-        One at a time: a deep bulk queue must not become a wall before interactive work.
-        """
-        bulk, interactive = self._queues["bulk"], self._queues["interactive"]
-        if not bulk or (self._promoted is not None and id(self._promoted) in interactive):
-            return
-        request = next(iter(bulk.values()))
-        if now - request.arrival >= wait_ms / 1000:
-            self._promoted = interactive[id(request)] = request
 
     def _queue(self, request: Request) -> "OrderedDict[int, Request]":
         return self._queues[request.submit.priority]

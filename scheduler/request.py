@@ -61,6 +61,11 @@ class Request:
         return self.cu_seqlens[-1]
 
     @property
+    def only_waits(self) -> bool:
+        """Whether no row of it is in flight or held."""
+        return self.num_done + sum(stop - start for start, stop in self.todo) == self.num_rows
+
+    @property
     def input_ids(self) -> NDArray[np.int32]:
         """int32 [num_tokens], a view of the frame."""
         return np.frombuffer(self.frame, np.int32)

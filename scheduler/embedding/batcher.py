@@ -18,14 +18,14 @@ from scheduler.embedding.budget import Room, Sharing
 from scheduler.embedding.door import Invalid, admit
 from scheduler.embedding.limits import MemoryLimit
 from scheduler.embedding.suspects import MAX_STRIKES, Suspects
-from scheduler.planner import Reply
+from scheduler.planner import RANKS_AWAY, Reply
 from scheduler.pool import Pool
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request, Run
 from scheduler.stats import Stats
 
 RETRY_AFTER_MS = 1_000
-_ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready"}
+_ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready", RANKS_AWAY: "not_ready"}
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class EncodePlanner:
         self._stats = stats
         self._quarantine = quarantine
         self._pool = Pool(config.max_pending_requests, config.max_pending_tokens)
-        self._sharing = Sharing(config.bulk_share)
+        self._sharing = Sharing(config.bulk_share, config.bulk_wait_ms)
         self._in_flight: dict[int, _Step] = {}  # by step number, oldest first
         self._suspects = Suspects()
         self._limit = MemoryLimit(facts.max_num_seqs, facts.max_num_batched_tokens)
@@ -117,6 +117,8 @@ class EncodePlanner:
         else:
             found = self._pool.find(gateway, chunk_id)
             requests = [] if found is None else [found]
+        if reason == RANKS_AWAY:
+            requests = [request for request in requests if request.only_waits]
         for request in requests:
             self._fail(request, _ABORT_CODES.get(reason, "aborted"), f"ended before it was done: {reason}")
         return self._replies(requests, now=0.0)
@@ -176,7 +178,6 @@ class EncodePlanner:
     def _next_batch(self, now: float, expired: list[Request]) -> _Step | None:
         limit, budget = self._limit, self.facts.max_num_batched_tokens
         room = Room(limit.num_seqs, budget, float(limit.num_tokens))
-        self._pool.promote(now, self.config.bulk_wait_ms)
         runs = self._sharing.fill(self._pool, room, self._last_step + 1, now, expired)
         return _Step(self._last_step + 1, runs, alone=limit.active) if runs else None
 

@@ -2,6 +2,8 @@
 
 First come, first served within a class. Interactive goes first; bulk owns `share` of every step while it waits, kept
 as a credit (deficit round robin), so that rows of any size in either class get their turn within 1 / share steps.
+Should bulk have been passed over for longer than its wait all the same, one step is its own: what has waited never
+becomes a wall before interactive work.
 Cost is counted in tokens plus the quadratic part of attention.
 """
 
@@ -48,26 +50,33 @@ class Room:
 
 
 class Sharing:
-    """Fills steps from a pool. Its only state is the credit of bulk work, in units of cost."""
+    """Fills steps from a pool. Its state is the credit of bulk work, in units of cost, and when bulk had its last."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, wait_ms: int) -> None:
         self.share = share
+        self.wait_s = wait_ms / 1000
         self._credit = 0.0
+        self._served_at = float("-inf")
 
     def fill(self, pool: Pool, room: Room, step: int, now: float, expired: list[Request]) -> list[Run]:
         """The runs of `step`; requests found expired on the way are appended to `expired`."""
         filling = _Filling(pool, room, step, now, expired)
-        if pool.head("bulk", now, expired) is None:
+        first = pool.head("bulk", now, expired)
+        if first is None:
             self._credit = 0.0
             filling.take("interactive", room.num_seqs, room.cost)
             return filling.runs
         budget = room.cost
         self._credit = min(self._credit + self.share * budget, budget)
-        due = self._credit >= budget  # bulk has been passed over for long enough: this step is its own
+        passed_over = now - max(self._served_at, first.arrival) >= self.wait_s
+        due = passed_over or self._credit >= budget  # this step is its own
         kept = max(int(room.num_seqs * self.share), 1) if self.share and (room.num_seqs > 1 or due) else 0
         if not due:
             filling.take("interactive", room.num_seqs - kept, budget - self._credit)
-        self._credit = max(0.0, self._credit - filling.take("bulk", room.num_seqs, room.cost))
+        taken = filling.take("bulk", room.num_seqs, room.cost)
+        if taken:
+            self._served_at = now
+        self._credit = max(0.0, self._credit - taken)
         filling.take("interactive", room.num_seqs, room.cost)
         return filling.runs
 

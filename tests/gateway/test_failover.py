@@ -155,6 +155,21 @@ async def test_a_stale_submit_is_sent_again(stack: Stack) -> None:
     assert scheduler.submits[-1].attempt == 1  # nothing was lost by it
 
 
+async def test_what_was_given_back_waits_longer_than_what_is_new(make_stack: MakeStack) -> None:
+    stack = await make_stack(replica_wait_ms=100)
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.state, scheduler.reject = "starting", "not_ready"
+    given_back = asyncio.create_task(stack.embed())
+    await until(lambda: bool(scheduler.submits))
+    status, _ = await stack.embed("red")
+    assert status == 503
+    assert not given_back.done()
+    scheduler.state, scheduler.reject = "ready", None
+    scheduler.tell_status()
+    check(await given_back)
+    assert [submit.attempt for submit in scheduler.submits] == [1, 1]
+
+
 @pytest.mark.parametrize("code", ["draining", "not_ready"])
 async def test_a_replica_that_takes_nothing_now_is_passed_over(make_stack: MakeStack, code: Any) -> None:
     stack = await make_stack(num_replicas=2)

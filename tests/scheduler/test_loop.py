@@ -17,6 +17,7 @@ from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine
 from ipc.sockets import EndpointInUse, PeerFull, dealer
 from ipc.step import StepFailed, StepResult
 from ipc.submit import Rejected, Result
+from scheduler import loop
 from scheduler.config import SchedulerConfig
 from scheduler.loop import serve
 from tests.scheduler.stack import REPLICA, HandGateway, Stack, expected, stack
@@ -120,6 +121,30 @@ async def test_a_rank_killed_with_work_in_flight_costs_a_retry() -> None:
             assert payload == expected([[chunk + 1], [chunk + 7]]).tobytes()
         assert made.schedulers[0].stats.num_deaths == 1
         assert not gateway.quarantines
+
+
+async def test_work_that_only_waits_is_given_back_when_the_ranks_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "RANKS_BACK_S", 0.3)
+    async with stack() as made:
+        scheduler = made.scheduler()
+        process = made.rank(latency_ms=10_000)
+        gateway = made.gateway()
+        await gateway.ready()
+        for chunk in range(3):  # the first in flight, beside a canary or the second
+            await gateway.submit(chunk, [[chunk + 1]], attempt=2)
+            await gateway.until(lambda chunk=chunk: scheduler.stats.pending_requests == chunk + 1)
+        await gateway.until(lambda: scheduler.stats.steps_in_flight == 2)
+        process.kill()
+        message, _ = await gateway.outcome(2)
+        assert isinstance(message, Rejected)
+        assert (message.code, message.attempt) == ("not_ready", 2)  # which counts as no attempt
+        await gateway.submit(3, [[4]])
+        message, _ = await gateway.outcome(3)
+        assert isinstance(message, Rejected)
+        assert message.code == "not_ready"
+        assert 0 not in gateway.outcomes
+        made.rank()  # a suspect stays: no other replica should meet it
+        assert (await gateway.outcome(0))[1] == expected([[1]]).tobytes()
 
 
 async def test_a_poison_row_is_found_told_and_refused() -> None:

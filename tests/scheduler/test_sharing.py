@@ -104,7 +104,7 @@ def test_what_bulk_leaves_goes_to_interactive(sim: Sim) -> None:
     assert [BULK] * 2 in sim.contents[0]
 
 
-def test_bulk_that_waited_goes_with_the_interactive_ones_one_at_a_time() -> None:
+def test_bulk_that_waited_gets_a_step_of_its_own_now_and_then() -> None:
     sim = Sim(bulk_share=0.0, bulk_wait_ms=2000, canary_interval_ms=10**9)
     for chunk in range(10, 14):
         sim.submit(chunk, [[INTERACTIVE] * 60] * 4)
@@ -125,7 +125,6 @@ def test_bulk_that_waited_goes_with_the_interactive_ones_one_at_a_time() -> None
 
 
 def test_bulk_that_waited_keeps_its_share_behind_a_long_interactive_queue() -> None:
-    """Going with the interactive ones may only be sooner: their queue can be longer than the share's turn."""
     sim = Sim(bulk_wait_ms=2000, canary_interval_ms=10**9)
     for chunk in range(10, 210):
         sim.submit(chunk, [[INTERACTIVE] * 8])
@@ -141,8 +140,21 @@ def test_bulk_that_waited_keeps_its_share_behind_a_long_interactive_queue() -> N
     assert len(sim.answers) < 100  # while most of the interactive ones still wait
 
 
+def test_a_query_waits_for_its_own_step_only_however_long_bulk_has_waited() -> None:
+    sim = Sim(bulk_wait_ms=2000, canary_interval_ms=10**9)
+    for chunk in range(40):
+        sim.submit(chunk, [[BULK] * 12] * 64, priority="bulk")
+    for query in range(100, 140):
+        sim.fill()
+        sim.submit(query, [[INTERACTIVE] * 2])
+        sim.now += 0.15
+        sim.finish()
+        sim.fill()
+        assert [INTERACTIVE] * 2 in sim.contents[-1]
+
+
 def test_bulk_that_waited_is_given_up_once_when_its_deadline_passes() -> None:
-    sim = Sim(bulk_share=0.0, bulk_wait_ms=2000, canary_interval_ms=10**9)
+    sim = Sim(bulk_share=0.0, bulk_wait_ms=10**9, canary_interval_ms=10**9)
     sim.submit(1, [[BULK] * 8], priority="bulk", timeout_ms=3000)
     for chunk in range(10, 50):
         sim.submit(chunk, [[INTERACTIVE] * 64] * 2)
