@@ -47,6 +47,7 @@ class CudaStream:
 
     def __init__(self, num_steps: int, num_bytes: tuple[int, int]) -> None:
         self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())  # weights and buffers were filled there
         torch.cuda.set_stream(self._stream)
         self._pool = torch.cuda.graph_pool_handle()
         anchored = torch.zeros(1, device="cuda")
