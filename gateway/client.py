@@ -20,9 +20,8 @@ from gateway.split import ChunkInput
 from ipc.control import ProcessStats, Quarantine
 from ipc.sockets import SocketError
 from ipc.submit import Rejected
-from ipc.types import ModelFacts, OutputSpec, Priority
+from ipc.types import MAX_ATTEMPTS, ModelFacts, OutputSpec, Priority
 
-MAX_ATTEMPTS = 3
 RECENTLY_S = 60.0  # a replica that was there within this time is expected back
 RETRY_AFTER_MS = 1000
 MAX_CONVICTS = 1024  # remembered for each model

@@ -9,8 +9,6 @@ from gateway.metrics import render
 from gateway.state import GATEWAY, Gateway
 from ipc.control import ProcessStats
 
-MAX_FORWARD_AGE_MS = 15_000
-
 
 async def live(request: web.Request) -> web.Response:
     """200 as long as the loop turns; knows nothing of models."""
@@ -37,8 +35,8 @@ def _why_not_ready(gateway: Gateway, name: str) -> str | None:
     if not ready_links:
         states = ", ".join(f"{link.replica} is {link.status.state if link.status else 'not reached'}" for link in links)
         return f"no replica is ready ({states})"
-    age = min(link.forward_age_ms for link in ready_links)
-    if age > MAX_FORWARD_AGE_MS:
+    if all(link.is_stale for link in ready_links):
+        age = min(link.forward_age_ms for link in ready_links)
         if age == float("inf"):
             return "it has not finished a forward pass with finite values yet"
         return f"its last forward pass was {age / 1000:.0f} s ago"

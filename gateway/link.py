@@ -4,7 +4,7 @@ Knows nothing of models or of other replicas: what is lost here is handed to the
 
     unknown ──Hello every 500 ms──► Status ──► known (Heartbeat every 500 ms, Status comes back)
        ▲                                         │
-       └── disconnected · silent for 3 s · a new incarnation: every chunk in flight is lost ──┘
+       └── disconnected · silent for 3 s · a new incarnation or registration: all in flight is lost ──┘
 
 The same goes for a standstill of our own: the scheduler may have given us up, and would never answer.
 """
@@ -111,6 +111,11 @@ class Link:
             return float("inf")
         return self.status.forward_age_ms + (self._loop.time() - self._status_at) * 1000
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether its last finished step is longer ago than its scheduler would let a step take."""
+        return self.status is None or self.forward_age_ms > self.status.max_forward_age_ms
+
     def submit(self, chunk: Chunk) -> None:
         """Sends `chunk` under a new id. Raises SocketError, or OverflowError for a header beyond 64 bits."""
         assert self.incarnation is not None, "submit only to a live link"
@@ -216,7 +221,8 @@ class Link:
         self._owner.on_rejected(self, chunk, message)
 
     def _on_status(self, message: Status) -> None:
-        if self.incarnation is not None and message.incarnation != self.incarnation:
+        told = (message.incarnation, message.registration)
+        if self.status is not None and told != (self.status.incarnation, self.status.registration):
             self.eject()
         self.incarnation = message.incarnation
         self.status = message

@@ -10,6 +10,10 @@ from ipc.types import PROTOCOL_VERSION, Count, Id, ModelFacts
 Role = Literal["gateway", "scheduler", "rank"]
 ReplicaState = Literal["starting", "ready", "draining"]
 
+PROBE_INDEX = (
+    1_000_000  # a gateway's number in the Hello of somebody who only asks for a Status; no real one is as high
+)
+
 
 class Hello(Struct, frozen=True, tag=True, omit_defaults=True):
     """First word of a gateway or rank to its scheduler. A rank sends facts known from configuration alone."""
@@ -49,7 +53,7 @@ class ProcessStats(Struct, frozen=True):
 
 
 class Heartbeat(Struct, frozen=True, tag=True, omit_defaults=True):
-    """Proof that a process's own loop turns; sent by gateways and ranks to their scheduler."""
+    """Proof that a process's own loop turns; sent by gateways (without epoch) and ranks to their scheduler."""
 
     incarnation: Id
     epoch: Id = 0
@@ -61,7 +65,9 @@ class Status(Struct, frozen=True, tag=True, omit_defaults=True):
     """Scheduler to gateways: answer to Hello and Heartbeat, and at every change of state.
 
     `forward_age_ms` is the time since a step last finished: readiness is a real and recent forward pass.
-    `stats` is the union of what every process attached to this scheduler last said.
+    `max_forward_age_ms` is the longest that this can be while all is well. `registration` changes when the gateway
+    was dropped and taken again: what it had sent before is forgotten. `stats` is the union of what every process
+    attached to this scheduler last said.
     """
 
     incarnation: Id
@@ -70,6 +76,8 @@ class Status(Struct, frozen=True, tag=True, omit_defaults=True):
     num_requests: Count = 0
     num_tokens: Count = 0
     forward_age_ms: int = -1  # none has finished yet
+    max_forward_age_ms: Count = 15_000
+    registration: Id = 0
     stats: list[ProcessStats] = []
 
 
@@ -77,6 +85,7 @@ class Drain(Struct, frozen=True, tag=True):
     """A rank to its scheduler: this is an ordered stop; plan nothing more for me. Counts as nobody's fault."""
 
     incarnation: Id
+    epoch: Id
 
 
 class Quarantine(Struct, frozen=True, tag=True):

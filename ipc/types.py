@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 PROTOCOL_VERSION = 1
 
 MAX_LOGPROBS = 20
+MAX_ATTEMPTS = 3  # deaths and replicas lost that one chunk may meet, counted by gateways and schedulers together
 
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # incarnations, epochs, steps, chunks
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # lengths, sizes, indices, milliseconds

@@ -115,7 +115,7 @@ class _Epoch:
             if self.link.wait(*self.patience(now, next_beat, spin_until)) and not self.stopping:
                 self.stopping = True
                 self.link.ignore_stop()
-                self.link.send(Drain(self.incarnation))
+                self.link.send(Drain(self.incarnation, self.epoch))
                 self.link.wait(QUIET_MS)
 
     def patience(self, now: float, next_beat: float, spin_until: float) -> tuple[int, int]:

@@ -6,6 +6,7 @@ could not be delivered is counted, never lost in silence. Knows nothing of plann
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,12 +14,13 @@ from typing import Protocol
 
 import zmq
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ipc.codec import TO_SCHEDULER, DecodeError, encode
-from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
+from ipc.control import PROBE_INDEX, Heartbeat, Hello, ProcessStats, Quarantine, Status
 from ipc.sockets import EventSocket, Frame, PeerFull, SocketError, router
 from ipc.submit import Abort, Rejected, Submit
-from ipc.types import PROTOCOL_VERSION
+from ipc.types import PROTOCOL_VERSION, new_incarnation
 from scheduler.config import SchedulerConfig
 from scheduler.planner import Reply
 from scheduler.stats import Stats
@@ -46,6 +48,7 @@ class Gateway:
     def __init__(self, identity: bytes, incarnation: int, now: float) -> None:
         self.identity = identity
         self.incarnation = incarnation
+        self.registration = new_incarnation()  # it learns from another one that we had dropped it
         self.heard_at = now
         self.stats: ProcessStats | None = None
         self.backlog: deque[list[Frame]] = deque()
@@ -97,7 +100,7 @@ class GatewayLink:
 
     def broadcast(self, message: Struct) -> None:
         for gateway in list(self._gateways.values()):
-            self._send(gateway, [gateway.identity, encode(message)])
+            self._send(gateway, [gateway.identity, encode(_addressed(message, gateway))])
 
     def check(self, now: float) -> None:
         """Retries what waits, and lets go of the silent. Messages that have arrived count first."""
@@ -149,10 +152,15 @@ class GatewayLink:
             reason = f"role {message.role}, protocol {message.protocol}: expected gateway, {PROTOCOL_VERSION}"
             self._log("hello_refused", level="warning", pid=message.pid, reason=reason)
             return
+        status = self._events.status()
+        if isinstance(message, Hello) and message.index == PROBE_INDEX:
+            with contextlib.suppress(SocketError):  # it asks again, or has gone
+                self._socket.send([identity, encode(status)])
+            return
         gateway = self._register(identity, message.incarnation)
         if isinstance(message, Heartbeat) and message.stats is not None:
             gateway.stats = message.stats
-        self._send(gateway, [identity, encode(self._events.status())])
+        self._send(gateway, [identity, encode(_addressed(status, gateway))])
 
     # --- gateways -------------------------------------------------------------------------------------------
 
@@ -204,3 +212,7 @@ class GatewayLink:
                 self._drop(gateway, "unreachable")
                 return
             gateway.backlog.popleft()
+
+
+def _addressed(message: Struct, gateway: Gateway) -> Struct:
+    return replace(message, registration=gateway.registration) if isinstance(message, Status) else message

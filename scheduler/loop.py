@@ -33,6 +33,7 @@ MAX_TICK_S = 0.2  # how often deadlines and silences are looked at
 STALL_S = 1.0  # a tick later than this says that we stood still, not that the others did
 RANKS_BACK_S = 1.5  # for so long after ranks left, work waits for the next ones; then it goes back to its gateway
 RETRY_AFTER_MS = 1_000
+MARGIN_MS = 1_000  # of readiness, for a step that ends at its deadline to be noticed and told
 GOODBYE_S = 0.1  # for the I/O thread to send the last replies
 
 Log = Callable[..., None]
@@ -188,6 +189,7 @@ class Scheduler:
             num_requests=self.stats.pending_requests,
             num_tokens=self.stats.pending_tokens,
             forward_age_ms=self.stats.forward_age_ms(now),
+            max_forward_age_ms=self.config.canary_interval_ms + self.config.step_deadline_ms + MARGIN_MS,
             stats=[own, *self.ranks.process_stats, *self.gateways.process_stats],
         )
 

@@ -19,6 +19,7 @@ class Pool:
         self.max_tokens = max_tokens
         self.num_requests = 0
         self.num_tokens = 0
+        self.num_tokens_of: dict[Priority, int] = {"interactive": 0, "bulk": 0}
         self._live: dict[int, dict[int, Request]] = {}  # gateway → chunk → request
         self._queues: dict[Priority, OrderedDict[int, Request]] = {"interactive": OrderedDict(), "bulk": OrderedDict()}
 
@@ -35,10 +36,20 @@ class Pool:
     def has_room(self, num_tokens: int) -> bool:
         return self.num_requests < self.max_requests and self.num_tokens + num_tokens <= self.max_tokens
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some request has rows to run."""
+        return any(self._queues.values())
+
+    def num_tokens_before(self, priority: Priority) -> int:
+        """Tokens that are computed before a request of that class that comes now, some of which are done already."""
+        return self.num_tokens if priority == "bulk" else self.num_tokens_of["interactive"]
+
     def add(self, request: Request) -> None:
         self._live.setdefault(request.submit.gateway, {})[request.submit.chunk_id] = request
         self.num_requests += 1
         self.num_tokens += request.num_tokens
+        self.num_tokens_of[request.submit.priority] += request.num_tokens
         if request.todo:
             self._queue(request)[id(request)] = request
 
@@ -50,6 +61,7 @@ class Pool:
             del self._live[request.submit.gateway]
         self.num_requests -= 1
         self.num_tokens -= request.num_tokens
+        self.num_tokens_of[request.submit.priority] -= request.num_tokens
         self.dequeue(request)
 
     def dequeue(self, request: Request) -> None:

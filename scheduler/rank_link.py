@@ -233,10 +233,10 @@ class RankLink:
             return
         epoch, identity = self._epoch, frames[0]
         match message:
-            case Heartbeat() | Drain():
-                self._on_word(message)
             case _ if epoch is None or message.epoch != epoch.id:
                 self._stats.stale["rank"] += 1
+            case Heartbeat() | Drain():
+                self._on_word(epoch, message)
             case Ready():
                 self._on_ready(epoch, identity, message)
             case StepFailed(kind="fatal"):
@@ -245,11 +245,9 @@ class RankLink:
             case StepResult() | StepFailed():
                 self._on_outcome(epoch, identity, message)
 
-    def _on_word(self, message: Heartbeat | Drain) -> None:
-        epoch = self._epoch
-        members = [] if epoch is None else epoch.members
-        member = next((each for each in members if each.incarnation == message.incarnation), None)
-        if member is None or epoch is None:
+    def _on_word(self, epoch: Epoch, message: Heartbeat | Drain) -> None:
+        member = next((each for each in epoch.members if each.incarnation == message.incarnation), None)
+        if member is None:
             self._stats.stale["rank"] += 1
             return
         epoch.heard_at[member.rank] = time.monotonic()

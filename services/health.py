@@ -11,11 +11,10 @@ import zmq
 
 from ipc.addresses import gateway_endpoint
 from ipc.codec import TO_GATEWAY, DecodeError, encode
-from ipc.control import Hello, Status
+from ipc.control import PROBE_INDEX, Hello, Status
 from ipc.sockets import PeerFull, PeerGone, Socket, dealer
 from ipc.types import new_incarnation
 
-PROBE_INDEX = 1_000_000  # as a gateway's number: no real one is as high
 _POLL_MS = 20
 
 
@@ -57,9 +56,9 @@ def _ask(socket: Socket, hello: bytes, deadline: float) -> Status | None:
     return None
 
 
-def is_ready(status: Status | None, max_age_ms: int) -> bool:
+def is_ready(status: Status | None) -> bool:
     """Whether a replica has lately computed something and takes work."""
-    return status is not None and status.state == "ready" and 0 <= status.forward_age_ms <= max_age_ms
+    return status is not None and status.state == "ready" and 0 <= status.forward_age_ms <= status.max_forward_age_ms
 
 
 def http_ready(host: str, port: int, timeout_s: float = 1.0) -> tuple[bool, str]:

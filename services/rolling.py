@@ -136,10 +136,9 @@ class Rolling:
         time.sleep(GATEWAYS_SEE_S)
 
     def _wait_ready(self, model: ModelConfig, replica: str) -> None:
-        max_age_ms = 3 * model.scheduler.canary_interval_ms
         programs = replica_programs(replica, model.tensor_parallel_size)
         timeout_s = model.scheduler.load_deadline_ms / 1000 + 30
-        self._wait(lambda: is_ready(replica_status(self._run_dir, replica), max_age_ms), timeout_s, programs)
+        self._wait(lambda: is_ready(replica_status(self._run_dir, replica)), timeout_s, programs)
 
     def _gateway_listens(self, program: Program) -> bool:
         info = next((info for info in self._client.processes() if info.full_name == program.full_name), None)

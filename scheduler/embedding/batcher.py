@@ -11,12 +11,13 @@ from typing import Literal
 from ipc.step import STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.submit import RejectCode, Rejected
-from ipc.types import ModelFacts
+from ipc.types import MAX_ATTEMPTS, ModelFacts
 from scheduler.config import SchedulerConfig
 from scheduler.embedding.arrays import read_rows, read_status, write_canary, write_rows
 from scheduler.embedding.budget import Room, Sharing
 from scheduler.embedding.door import Invalid, admit
 from scheduler.embedding.limits import MemoryLimit
+from scheduler.embedding.rate import Rate
 from scheduler.embedding.suspects import MAX_STRIKES, Suspects
 from scheduler.planner import RANKS_AWAY, Reply
 from scheduler.pool import Pool
@@ -37,6 +38,8 @@ class _Step:
     offsets: list[int] = field(default_factory=list)
     num_seqs: int = 0
     num_tokens: int = 0
+    launched_at: float = 0.0
+    full: bool = False  # work was left waiting
     alone: bool = False
     suspect: bool = False
 
@@ -53,6 +56,7 @@ class EncodePlanner:
         self._sharing = Sharing(config.bulk_share, config.bulk_wait_ms)
         self._in_flight: dict[int, _Step] = {}  # by step number, oldest first
         self._suspects = Suspects()
+        self._rate = Rate()
         self._limit = MemoryLimit(facts.max_num_seqs, facts.max_num_batched_tokens)
         self._last_step = 0
         self._finished_at: float | None = None  # when a step last finished; None: a canary is due at once
@@ -82,6 +86,7 @@ class EncodePlanner:
         replies += self._expire(expired, now)
         if step is not None:
             step.num_seqs, step.num_tokens, step.offsets = write_rows(step.runs, arrays)
+            step.launched_at, step.full = now, self._pool.has_waiting
             self._stats.batch_tokens.observe(step.num_tokens)
         elif self._canary_due(now):
             step = _Step(self._last_step + 1, [])
@@ -157,6 +162,10 @@ class EncodePlanner:
             )
         if not self._pool.has_room(request.num_tokens):
             return request.rejection("full", "the scheduler's pool is full: come back later", None, RETRY_AFTER_MS)
+        late_s = now + self._rate.seconds_for(self._pool.num_tokens_before(submit.priority)) - request.deadline
+        if late_s > 0:
+            message = "what waits already takes longer than this may: come back later"
+            return request.rejection("full", message, None, max(RETRY_AFTER_MS, int(late_s * 1000)))
         row = self._quarantine.match(request, now)
         return None if row is None else request.rejection("quarantined", _quarantined(row), row)
 
@@ -197,6 +206,7 @@ class EncodePlanner:
         self._finished_at = now
         if step.suspect:
             self._quarantine.clear(step.runs[0].request, step.runs[0].start)
+        self._rate.step_finished(step.num_tokens, step.launched_at, now, step.full)
         stats = self._stats
         stats.num_steps += 1
         stats.step_seconds.observe(result.compute_us / 1e6)
@@ -273,7 +283,7 @@ class EncodePlanner:
                     self._quarantine.suspect(request, row, now)
         for request in requests:
             request.count_death()
-            if request.attempt > self.config.max_attempts:
+            if request.attempt > MAX_ATTEMPTS:
                 attempts = request.attempt - 1
                 self._fail(request, "lost", f"the ranks died in {attempts} attempts", None, RETRY_AFTER_MS)
 

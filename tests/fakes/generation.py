@@ -13,12 +13,11 @@ from ipc.codec import encode
 from ipc.step import KIND_DECODE, KIND_PREFILL, KIND_VERIFY, STATUS_OK, StepFailed, StepPlan, StepResult
 from ipc.step_ring import MAX_PROMPT_LOGPROBS, MIN_PARAMS_BYTES, Arrays
 from ipc.submit import RejectCode, Rejected, TokenChunk, TokenDelta
-from ipc.types import FinishReason, ModelFacts, SamplingParams
+from ipc.types import MAX_ATTEMPTS, FinishReason, ModelFacts, SamplingParams
 from scheduler.planner import Reply
 from scheduler.request import Request
 from tests.fakes.generation_state import BlockPool, Row, Sequence, Tables
 
-MAX_ATTEMPTS = 3
 STATUS_CODES: dict[int, RejectCode] = {1: "invalid", 2: "non_finite"}
 
 

@@ -50,6 +50,8 @@ class FakeScheduler:
         self.incarnation = new_incarnation()
         self.state = "ready"
         self.forward_age_ms = 5
+        self.max_forward_age_ms = 15_000
+        self.registration = 0
         self.silent = False
         self.hold = False
         self.reject: RejectCode | Callable[[Submit], Rejected | None] | None = None
@@ -111,6 +113,8 @@ class FakeScheduler:
             state=self.state,  # type: ignore[arg-type]
             facts=self.facts,
             forward_age_ms=self.forward_age_ms,
+            max_forward_age_ms=self.max_forward_age_ms,
+            registration=self.registration,
             stats=list(self.stats.values()),
         )
 

@@ -351,10 +351,22 @@ async def test_a_removed_replica_answers_what_it_has(make_stack: MakeStack) -> N
     first.close()
 
 
+async def test_a_gateway_that_was_dropped_and_taken_again_sends_its_work_anew(stack: Stack) -> None:
+    scheduler = stack.schedulers["tiny/0"]
+    scheduler.hold = True
+    answer = asyncio.create_task(stack.embed())
+    await until(lambda: bool(scheduler.held))
+    scheduler.hold, scheduler.held = False, []  # it dropped the gateway, and its work with it
+    scheduler.registration = 1
+    scheduler.tell_status()
+    check(await answer)
+    assert [submit.attempt for submit in scheduler.submits] == [1, 2]
+
+
 async def test_readiness_wants_a_recent_forward_pass(stack: Stack) -> None:
     scheduler = stack.schedulers["tiny/0"]
-    for age, expected in ((100, 200), (20_000, 503), (-1, 503), (14_000, 200)):
-        scheduler.forward_age_ms = age
+    for age, allowed, expected in ((100, 15_000, 200), (20_000, 15_000, 503), (-1, 15_000, 503), (20_000, 36_000, 200)):
+        scheduler.forward_age_ms, scheduler.max_forward_age_ms = age, allowed
         scheduler.tell_status()
         await asyncio.sleep(0.05)
         assert await stack.ready() == expected

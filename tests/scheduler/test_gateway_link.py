@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from ipc.codec import TO_GATEWAY, TO_SCHEDULER, encode
-from ipc.control import Hello, Quarantine, Status
+from ipc.control import PROBE_INDEX, Heartbeat, Hello, Quarantine, Status
 from ipc.sockets import EndpointInUse, Frame, PeerFull, PeerGone
 from ipc.submit import Rejected, Submit
 from scheduler import gateway_link
@@ -123,6 +123,39 @@ async def test_a_reply_to_a_gateway_never_seen_is_counted(link: tuple[GatewayLin
     assert (wire.sent, stats.num_undeliverable) == ([], 1)
 
 
+async def test_a_gateway_dropped_and_taken_again_has_another_registration(
+    link: tuple[GatewayLink, Wire, Events, Stats], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, wire, events, _ = link
+    monkeypatch.setattr(gateway_link, "MAX_BACKLOG", 2)
+
+    def registrations() -> list[int]:
+        made._on_message([b"id", encode(Heartbeat(5))])
+        made.broadcast(Status(1, "ready"))
+        statuses = [TO_GATEWAY.decode(body) for body in _chunks(wire)]
+        return [status.registration for status in statuses if isinstance(status, Status)]
+
+    first = registrations()
+    assert len(set(first)) == 1
+    wire.room = 0
+    made.reply([_reply(chunk) for chunk in range(4)])
+    assert events.gone == [(5, None)]
+    wire.room = 100
+    later = registrations()[2:]
+    assert len(later) == 2
+    assert len(set(first + later)) == 2
+
+
+async def test_who_only_asks_for_a_status_is_no_gateway(link: tuple[GatewayLink, Wire, Events, Stats]) -> None:
+    made, wire, _, stats = link
+    made._on_message([b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
+    assert wire.sent[-1][0] == b"probe"
+    assert isinstance(TO_GATEWAY.decode(bytes(wire.sent[-1][1])), Status)
+    wire.gone = True
+    made._on_message([b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
+    assert (made.incarnations, stats.num_undeliverable) == ([5], 0)
+
+
 async def test_a_submit_of_too_few_frames_still_reaches_the_door(link: tuple[GatewayLink, Wire, Events, Stats]) -> None:
     made, _, events, _ = link
     made._on_message([b"id", encode(Submit(5, 1, 2, [1], 100))])
@@ -141,7 +174,9 @@ async def test_a_scheduler_also_listens_on_tcp(tmp_path: Path) -> None:
         far = context.socket(zmq.DEALER)
         far.connect(f"tcp://127.0.0.1:{port}")
         far.send_multipart([encode(Hello(7, "gateway", 0, 1))])
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(20):
+            while not far.poll(0):
+                await asyncio.sleep(0.01)
         assert isinstance(TO_GATEWAY.decode(far.recv_multipart(zmq.DONTWAIT)[0]), Status)
         with pytest.raises(EndpointInUse, match="cannot bind tcp"):
             GatewayLink(context, f"ipc://{tmp_path}/h", 1, config, Stats("m/1"), events, lambda *_, **__: None)

@@ -13,7 +13,7 @@ import zmq
 
 from ipc import addresses
 from ipc.codec import encode
-from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine
+from ipc.control import Drain, Heartbeat, Hello, ProcessStats, Quarantine
 from ipc.sockets import EndpointInUse, PeerFull, dealer
 from ipc.step import StepFailed, StepResult
 from ipc.submit import Rejected, Result
@@ -381,7 +381,9 @@ async def test_messages_of_another_epoch_and_garbage_are_counted_and_dropped() -
             [encode(StepFailed(999, 1, "fatal"))],
             [encode(StepResult(current.id, 10**6))],  # no such step
             [encode(StepResult(current.id, 1))],  # not the leader
-            [encode(Heartbeat(4321))],  # nobody we know
+            [encode(Heartbeat(4321, current.id))],  # nobody we know
+            [encode(Heartbeat(current.members[0].incarnation, 999))],  # a member, of another epoch
+            [encode(Drain(current.members[0].incarnation, 999))],
             [b"\xc1 no msgpack"],
             [b""],
         ]
@@ -393,6 +395,7 @@ async def test_messages_of_another_epoch_and_garbage_are_counted_and_dropped() -
             gateway._socket.send([body])
         gateway._socket.send([b"x", b"y", b"z", b"w"])
         await gateway.until(lambda: scheduler.stats.stale["gateway"] == 4)
+        assert scheduler.ranks.is_ready
         assert np.array_equal(await gateway.embed(1, [[1]]), expected([[1]]))
         ghost.close()
         context.destroy(linger=0)

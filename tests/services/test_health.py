@@ -70,8 +70,8 @@ def test_a_scheduler_that_says_nothing_and_one_that_is_not_there(tmp_path: Path)
     [("ready", 0, True), ("ready", 100, True), ("ready", 101, False), ("ready", -1, False), ("starting", 5, False)],
 )
 def test_ready_is_a_recent_forward_pass(state: ReplicaState, age_ms: int, ready: bool) -> None:
-    assert is_ready(Status(incarnation=1, state=state, forward_age_ms=age_ms), 100) is ready
-    assert not is_ready(None, 100)
+    assert is_ready(Status(incarnation=1, state=state, forward_age_ms=age_ms, max_forward_age_ms=100)) is ready
+    assert not is_ready(None)
 
 
 @contextmanager
