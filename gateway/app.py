@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -34,7 +33,8 @@ async def serve(
 ) -> None:
     """One gateway process until `stop` is set; then it answers what is in flight and returns.
 
-    Raises ModelFilesError for a model directory it cannot serve, OSError when the port is taken.
+    Raises ModelFilesError for a model directory it cannot serve, OSError when the port is taken, and whatever ended
+    the watcher of replicas.json.
     """
     with bind(config.host, config.port) as listener:
         app = create_app(config=config, models=models, run_dir=run_dir, index=index, log=log)
@@ -44,13 +44,23 @@ async def serve(
             await app[GATEWAY].client.wait_known(FIRST_STATUS_S)
             await server.listen(listener)
             log("listening", host=config.host, port=listener.getsockname()[1])
-            await stop.wait()
+            watching = app[GATEWAY].watching
+            await _stop_or_end(stop, watching)
             log("draining", in_flight=app[GATEWAY].admission.in_use)
             app[GATEWAY].draining = True
             await server.drain()
         finally:
             await server.close()
         log("stopped")
+        if not watching.cancelled():
+            watching.result()  # its error ends the process, which is started anew
+
+
+async def _stop_or_end(stop: asyncio.Event, watching: "asyncio.Task[None]") -> None:
+    """Until a stop is asked for, or the watcher has failed."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
 
 
 def create_app(
@@ -72,14 +82,13 @@ def create_app(
         metrics = Metrics()
         client = SchedulerClient(list(served), Sender(new_incarnation(), index), config.replica_wait_ms, metrics)
         pool = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        app[GATEWAY] = Gateway(config, served, client, metrics, pool)
         watcher = ReplicaWatcher(replicas_file(run_dir), client.update, log)
         watcher.poll()
         watching = asyncio.create_task(watcher.run())
+        app[GATEWAY] = Gateway(config, served, client, metrics, pool, watching)
         yield
         watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        await asyncio.wait({watching})
         client.close()
         pool.shutdown(wait=False, cancel_futures=True)
 

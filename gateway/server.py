@@ -29,6 +29,7 @@ class HttpServer:
         )
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request yet, since when
         self._unread: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes of answers not taken, since when
+        self._listener: socket.socket | None = None
         self._listening: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -38,18 +39,36 @@ class HttpServer:
 
     async def listen(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        self._listener = listener
         self._listening = await loop.create_server(self._connection, sock=listener, backlog=BACKLOG)
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def drain(self) -> None:
         """Accepts no more, lets kept connections send what they were about to, and waits for all answers."""
-        if self._listening is not None:
-            self._listening.close()
+        await self._stop_listening()
         loop = asyncio.get_running_loop()
         end = loop.time() + IDLE_DRAIN_S
         server = self._runner.server
         while server is not None and server.connections and loop.time() < end:
             await asyncio.sleep(0.02)
+
+    async def _stop_listening(self) -> None:
+        """Closes the listener when all that the kernel has queued for it is accepted: the rest would be reset.
+
+        A connection that is made between the last look and the close, some microseconds later, still is.
+        """
+        if self._listener is None or self._listening is None:
+            return
+        loop = asyncio.get_running_loop()
+        with self._listener.dup() as queue:  # holds it open
+            queue.setblocking(False)
+            self._listening.close()
+            for _ in range(2 * BACKLOG):
+                try:
+                    connection, _ = queue.accept()
+                except OSError:  # none is left, as a rule
+                    return
+                await loop.connect_accepted_socket(self._connection, connection)
 
     async def close(self) -> None:
         """Ends idle connections, waits up to the drain timeout for the others, and stops the application."""

@@ -1,5 +1,6 @@
 """What a handler may touch: the parts of one gateway process, made once in app.create_app."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,12 +21,14 @@ class Gateway:
         client: SchedulerClient,
         metrics: Metrics,
         pool: ThreadPoolExecutor,
+        watching: "asyncio.Task[None]",
     ) -> None:
         self.config = config
         self.models = models
         self.client = client
         self.metrics = metrics
         self.pool = pool
+        self.watching = watching  # replicas.json; without it this process is of no use
         self.admission = Admission(config.max_concurrent_requests)
         self.draining = False
         self.started_at = int(time.time())

@@ -18,6 +18,9 @@ from tokenizers.models import Unigram
 # when that was too little; no text is cut twice in vain, and a book costs what its first page costs.
 CUT_CHARS_PER_TOKEN = 12
 CUT_MARGIN_TOKENS = 8
+# Where there is no such place, as in Chinese without punctuation, the cut falls anywhere and only the ids well before
+# it count. WordPiece goes word by word, and one has 100 ids at most; Unigram and BPE feel a cut for a few pieces.
+CUT_INSIDE_MARGIN_TOKENS = 128
 CUT_SEARCH_CHARS = 1000
 _PROBES = ("a", "b", "the", "1")
 
@@ -85,10 +88,10 @@ class TextTokenizer:
         pending = list(range(len(texts)))
         num_chars = CUT_CHARS_PER_TOKEN * (num_tokens + CUT_MARGIN_TOKENS)
         while pending:
-            pieces = [cut_text(texts[i], num_chars) for i in pending]
+            cuts = [_cut(texts[i], num_chars) for i in pending]
             again = []
-            for i, piece, ids in zip(pending, pieces, self.encode(pieces), strict=True):
-                if len(piece) == len(texts[i]) or len(ids) >= num_tokens + CUT_MARGIN_TOKENS:
+            for i, (piece, margin), ids in zip(pending, cuts, self.encode([piece for piece, _ in cuts]), strict=True):
+                if len(piece) == len(texts[i]) or len(ids) >= num_tokens + margin:
                     result[i] = ids[:num_tokens]
                 else:
                     again.append(i)
@@ -108,16 +111,22 @@ class TextTokenizer:
         return joined, len(frame.prefix) + len(first) + frame.type_start
 
 
-def cut_text(text: str, num_chars: int) -> str:
+def _cut(text: str, num_chars: int) -> tuple[str, int]:
+    """`text` without what lies beyond about `num_chars`, and how many of its last ids the cut may have changed."""
+    piece = cut_text(text, num_chars)
+    return (text[:num_chars], CUT_INSIDE_MARGIN_TOKENS) if piece is None else (piece, CUT_MARGIN_TOKENS)
+
+
+def cut_text(text: str, num_chars: int) -> str | None:
     """`text` without what lies beyond about `num_chars`, cut where no tokenizer joins: after a letter or digit,
-    before white space, or punctuation in scripts that have no spaces. All of it where there is no such place."""
+    before white space, or punctuation in scripts that have no spaces. None where there is no such place."""
     if len(text) <= num_chars:
         return text
     for ends_word in (str.isspace, _is_punctuation):
         for end in range(num_chars, max(num_chars - CUT_SEARCH_CHARS, 1), -1):
             if text[end - 1].isalnum() and ends_word(text[end]):
                 return text[:end]
-    return text
+    return None
 
 
 def _is_punctuation(char: str) -> bool:

@@ -10,9 +10,7 @@ from ipc.types import PROTOCOL_VERSION, Count, Id, ModelFacts
 Role = Literal["gateway", "scheduler", "rank"]
 ReplicaState = Literal["starting", "ready", "draining"]
 
-PROBE_INDEX = (
-    1_000_000  # a gateway's number in the Hello of somebody who only asks for a Status; no real one is as high
-)
+PROBE_INDEX = 1_000_000  # a gateway's number, as no real one has it: this Hello only asks for a Status
 
 
 class Hello(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -6,10 +6,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from gateway.app import bind, serve
 from gateway.config import GatewayConfig
 from gateway.models import ModelFilesError
+from gateway.replicas import ReplicaWatcher
+from gateway.server import HttpServer
 from tests.gateway.conftest import MakeStack, Stack, free_port, until
 from tests.gateway.fake_scheduler import facts
 
@@ -160,6 +163,41 @@ async def test_drain_answers_what_is_in_flight_and_closes_the_rest(stack: Stack)
         assert response.status == 200
         assert response.headers["Connection"] == "close"
     await asyncio.wait_for(stack.task, 5)
+
+
+async def test_connections_that_the_kernel_has_queued_are_answered_before_the_end() -> None:
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.router.add_get("/", hello)
+    config = GatewayConfig(port=free_port())
+    server = HttpServer(app, config)
+    await server.start()
+    with bind(config.host, config.port) as listener:
+        await server.listen(listener)
+        queued = [socket.create_connection(("127.0.0.1", config.port)) for _ in range(5)]  # the loop stands still
+        for client in queued:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await server.drain()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", config.port))
+        await server.close()
+    for client in queued:
+        with client:
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+async def test_an_error_of_the_watcher_ends_the_process(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = await make_stack()
+
+    def broken(self: ReplicaWatcher) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ReplicaWatcher, "poll", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        await asyncio.wait_for(asyncio.shield(stack.task), 10)
+    stack.task = asyncio.create_task(asyncio.sleep(0))
 
 
 async def test_drain_ends_at_its_timeout(make_stack: MakeStack) -> None:

@@ -155,10 +155,39 @@ def test_cutting_does_not_encode_what_is_cut_off() -> None:
     assert ours.encode_cut([blank], 30) == encode(["tulip"])
 
 
+letters = st.text(st.sampled_from("東京は大阪abcdeé한국어มปा"), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(letters, min_size=1, max_size=8), st.integers(1, 40), st.sampled_from(sorted(MAKERS)))
+def test_cutting_text_without_spaces_and_punctuation_changes_nothing(
+    words: list[str], num_tokens: int, kind: str
+) -> None:
+    text = "".join(random.Random(len(words)).choices(words, k=400))[:6000]
+    ours = TOKENIZERS[kind]
+    assert ours.encode_cut([text], num_tokens) == [ours.encode([text])[0][:num_tokens]]
+
+
+def test_a_book_of_chinese_without_punctuation_costs_its_first_page(minilm_dir: Path) -> None:
+    ours = TextTokenizer.from_file(minilm_dir / "tokenizer.json")
+    rng = random.Random(0)
+    text = "".join(chr(rng.randint(0x4E00, 0x9FA5)) for _ in range(50_000))
+    seen: list[int] = []
+    encode = ours.encode
+
+    def counting(texts: list[str]) -> list[list[int]]:
+        seen.extend(map(len, texts))
+        return encode(texts)
+
+    ours.encode = counting  # type: ignore[method-assign]
+    assert ours.encode_cut([text], 254) == [encode([text])[0][:254]]
+    assert sum(seen) < 4000
+
+
 def test_cut_text_joins_nothing() -> None:
     assert cut_text("short", 100) == "short"
     assert cut_text("one two three four", 9) == "one two"
-    assert cut_text("x" * 50, 10) == "x" * 50  # no place to cut
+    assert cut_text("x" * 50, 10) is None  # no place to cut
     assert cut_text("one two! three", 9) == "one"
     assert cut_text("東京は。大阪は、京都は。", 9) == "東京は。大阪は"
     assert cut_text("東京は大阪は。、京都", 7) == "東京は大阪は"
