@@ -129,7 +129,10 @@ class Scheduler:
 
     def on_outcome(self, outcome: StepResult | StepFailed, arrays: Arrays) -> None:
         assert self.planner is not None
+        bad_canaries = self.stats.num_bad_canaries
         replies = self.planner.apply(outcome, arrays, time.monotonic())
+        if self.stats.num_bad_canaries > bad_canaries:
+            self.log("canary_failed", level="error", reason="the model's output for one token is not finite")
         self._pump()  # the ranks first: a reply can wait for the few microseconds
         self._reply(replies)
 

@@ -44,6 +44,7 @@ class Stats:
         self.num_tokens = 0
         self.num_steps = 0
         self.num_canaries = 0
+        self.num_bad_canaries = 0
         self.num_deaths = 0
         self.num_requeued_rows = 0
         self.num_quarantined = 0
@@ -68,6 +69,7 @@ class Stats:
             "tokens": self.num_tokens,
             "steps": self.num_steps,
             "canary_steps": self.num_canaries,
+            "bad_canary_steps": self.num_bad_canaries,
             "rank_deaths": self.num_deaths,
             "requeued_rows": self.num_requeued_rows,
             "quarantined_rows": self.num_quarantined,

@@ -126,6 +126,8 @@ def _wait_until_ready(
     try:
         while not watch.ready():
             foreground.show_start()
+            if reason := watch.news():
+                _say(f"waiting: {reason}")
             if foreground.stop_asked(TICK_S / 3):
                 return 0
     except StackError as error:

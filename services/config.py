@@ -16,6 +16,7 @@ from gateway.config import GatewayConfig
 from rose.config import RankConfig
 from scheduler.config import SchedulerConfig
 from services.config_checks import ConfigError, find_conflicts, find_problems
+from services.files import write_private
 from services.overrides import apply_overrides
 from services.sources import LocalSource, SourceError, parse_source
 
@@ -109,7 +110,7 @@ def visible_gpus() -> list[str]:
 
 
 def write_run_config(path: Path, run: RunConfig) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+    write_private(path, msgspec.json.format(msgspec.json.encode(run)))
 
 
 def read_run_config(path: Path) -> RunConfig:

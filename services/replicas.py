@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ipc.addresses import gateway_endpoint, replica_id, replicas_file
+from services.files import write_private
 
 State = Literal["active", "draining"]
 
@@ -83,8 +84,5 @@ def write_replicas(run_dir: Path, table: ReplicaTable) -> None:
     table.version += 1
     path = replicas_file(run_dir)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(table)))
-        file.flush()
-        os.fsync(file.fileno())
+    write_private(temporary, msgspec.json.format(msgspec.json.encode(table)))
     os.replace(temporary, path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from ipc.addresses import crash_file, replica_dir, replicas_file
 from services.config import ModelConfig, RunConfig
 from services.config_checks import MAX_REPLICAS
+from services.files import write_private
 from services.health import is_ready, replica_status
 from services.listening import listens
 from services.log_tail import last_lines
@@ -89,7 +90,7 @@ class Rolling:
     def _add(self, model: ModelConfig) -> None:
         replica = read_replicas(self._run_dir).free_id(model.name)
         self._say(f"{replica}: starting")
-        replica_file(self._run_dir, replica).write_text(replica_config(model, replica, self._run_dir))
+        write_private(replica_file(self._run_dir, replica), replica_config(model, replica, self._run_dir))
         try:
             self._client.add_group(replica_group(replica))
             self._start_replica(model, replica)  # a group that was there already may have been stopped

@@ -12,6 +12,7 @@ Layout of a run directory (0700):
 import errno
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,16 +26,18 @@ from pathlib import Path
 from ipc.addresses import config_file, crash_file, replica_id, replicas_file
 from services.config import RunConfig, ServiceConfig, write_run_config
 from services.crash_guard import read_history
+from services.files import write_private
 from services.health import http_ready, reachable
 from services.log_tail import last_lines
 from services.programs import Program, gateway_program, replica_programs
 from services.render import gateway_config, main_config, programs_dir, replica_config, replica_file
 from services.replicas import ReplicaTable, write_replicas
-from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorRefused
+from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
 LOCK_WAIT_S = 3.0
 PORT_WAIT_S = 5.0
 DEATHS_BEFORE_GIVING_UP = 3
+PATIENCE_S = 10.0  # of a start; after that it says what it waits for
 
 Say = Callable[[str], None]
 
@@ -79,11 +82,11 @@ def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
     for model in config.models:
         for index in range(model.replicas):
             replica = replica_id(model.name, index)
-            replica_file(run_dir, replica).write_text(replica_config(model, replica, run_dir))
+            write_private(replica_file(run_dir, replica), replica_config(model, replica, run_dir))
             table.add(run_dir, model.name, replica)
     write_replicas(run_dir, table)
-    (programs_dir(run_dir) / "gateways.conf").write_text(gateway_config(config, run_dir))
-    (run_dir / "supervisord.conf").write_text(main_config(run_dir))
+    write_private(programs_dir(run_dir) / "gateways.conf", gateway_config(config, run_dir))
+    write_private(run_dir / "supervisord.conf", main_config(run_dir))
 
 
 def clean(run_dir: Path) -> None:
@@ -150,6 +153,19 @@ class StartWatch:
         self._supervisord = supervisord
         self._programs = programs
         self._pids: dict[str, set[int]] = {program.full_name: set() for program in programs}
+        self._reason = self._told = ""  # why it does not serve yet
+        self._began = time.monotonic()
+
+    def news(self) -> str:
+        """Why it does not serve yet, once per reason and not while a start is as quick as ever; else "".
+
+        Numbers in it, which count up, make no new reason.
+        """
+        reason = re.sub(r"\d+", "", self._reason)
+        if reason == self._told or time.monotonic() - self._began < PATIENCE_S:
+            return ""
+        self._told = reason
+        return self._reason
 
     def ready(self) -> bool:
         """One look: whether the stack serves. Raises StackError when it never will."""
@@ -168,7 +184,8 @@ class StartWatch:
         for program in self._programs:
             if (deaths := len(self._pids[program.full_name] - {0}) - 1) >= DEATHS_BEFORE_GIVING_UP:
                 raise _keeps_dying(self._run_dir, program, deaths)
-        return http_ready(self._config.gateway.host, self._config.gateway.port)[0]
+        ready, self._reason = http_ready(self._config.gateway.host, self._config.gateway.port)
+        return ready
 
 
 def check_programs(run_dir: Path, programs: list[Program]) -> None:
@@ -197,6 +214,10 @@ def stop_supervisord(run_dir: Path, timeout_s: float, say: Say) -> bool:
             pid = client.pid()
             pidfd = os.pidfd_open(pid)
             client.shutdown()
+    except SupervisorHangs as error:
+        raise StackError(
+            f"{error}; its pid is in {run_dir / 'supervisord.pid'}: kill -9 ends it, and with it everything it started"
+        ) from None
     except SupervisorGone:
         return False
     except SupervisorRefused:  # another command is stopping it already

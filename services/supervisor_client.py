@@ -1,6 +1,7 @@
 """Asks a running supervisord over its Unix socket. Knows programs and groups, not what they do."""
 
 import http.client
+import socket
 import time
 import xmlrpc.client
 from pathlib import Path
@@ -8,9 +9,10 @@ from types import TracebackType
 from typing import Any, cast
 
 from msgspec import Struct
-from supervisor.xmlrpc import Faults, SupervisorTransport
+from supervisor.xmlrpc import Faults, SupervisorTransport, UnixStreamHTTPConnection
 
 STOPPING_POLL_S = 0.05
+TIMEOUT_S = 10.0  # of one call; none of them waits for a program
 
 
 class ProcessInfo(Struct, frozen=True):
@@ -37,15 +39,40 @@ class SupervisorGone(RuntimeError):
     """Nobody answers on the socket."""
 
 
+class SupervisorHangs(SupervisorGone):
+    """It is there, and does not answer in time."""
+
+
 class SupervisorRefused(RuntimeError):
     """supervisord will not do it; the text is its own."""
+
+
+class _Connection(UnixStreamHTTPConnection):  # type: ignore[misc]
+    """supervisor's own knows no time limit."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(TIMEOUT_S)
+        self.sock.connect(self.socketfile)
+
+
+class _Transport(SupervisorTransport):  # type: ignore[misc]
+    def __init__(self, path: Path) -> None:
+        super().__init__(None, None, f"unix://{path}")
+        self._path = path
+        self._get_connection = self._connect
+
+    def _connect(self) -> _Connection:
+        connection = _Connection("localhost")
+        connection.socketfile = str(self._path)
+        return connection
 
 
 class SupervisorClient:
     """Every call raises SupervisorGone or SupervisorRefused."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._transport = SupervisorTransport(None, None, f"unix://{run_dir / 'supervisor.sock'}")
+        self._transport = _Transport(run_dir / "supervisor.sock")
         self._rpc = xmlrpc.client.ServerProxy("http://localhost", transport=self._transport)
 
     def __enter__(self) -> "SupervisorClient":
@@ -74,7 +101,7 @@ class SupervisorClient:
 
     def stop(self, full_name: str) -> None:
         """Stops a program and waits for its end."""
-        self._call("stopProcess", full_name, True, fine=Faults.NOT_RUNNING)
+        self._call("stopProcess", full_name, False, fine=Faults.NOT_RUNNING)
         self._await_end(full_name)
 
     def add_group(self, group: str) -> None:
@@ -101,6 +128,9 @@ class SupervisorClient:
                 return None
             what = " ".join([method, *map(str, arguments)])
             raise SupervisorRefused(f"supervisord refuses {what}: {fault.faultString}") from None
+        except TimeoutError as error:
+            self._transport.close()  # its answer may still come
+            raise SupervisorHangs(f"supervisord has not answered within {TIMEOUT_S:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             raise SupervisorGone(f"supervisord does not answer ({error})") from error
         except KeyboardInterrupt:

@@ -214,6 +214,8 @@ class EncodePlanner:
         clean = not status.any()
         if clean or (status == STATUS_OK).any():
             stats.last_forward = now
+        if not step.runs and not clean:
+            stats.num_bad_canaries += 1
         row = 0
         for run, offset in zip(step.runs, step.offsets, strict=True):
             num_rows = run.stop - run.start

@@ -117,6 +117,7 @@ class Stack:
     def kill(self, full_name: str, number: int = signal.SIGKILL) -> int:
         """Sends a signal to a program; returns the pid it had."""
         pid = self.pid(full_name)
+        assert pid > 0, f"{full_name} does not run"  # 0 would be our own group
         os.kill(pid, number)
         return pid
 

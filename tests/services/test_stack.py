@@ -111,3 +111,23 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StackError, match=r"file.* cannot be made: .*; choose another run_dir"):
             take_lock(path)
+
+
+def test_what_a_start_waits_for_is_said_once_per_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = StartWatch(build(tmp_path), subprocess.Popen(["true"]), [])
+    watch._reason = "its last forward pass was 17 s ago"
+    assert watch.news() == ""  # it may still be quick
+    monkeypatch.setattr(stack, "PATIENCE_S", 0.0)
+    assert watch.news() == "its last forward pass was 17 s ago"
+    watch._reason = "its last forward pass was 18 s ago"
+    assert watch.news() == ""
+    watch._reason = "no replica is ready"
+    assert watch.news() == "no replica is ready"
+    watch._supervisord.wait()
+
+
+def test_every_file_is_its_owners_alone(tmp_path: Path) -> None:
+    write_stack(build(tmp_path), {"m": Path("/m")})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    assert [path.name for path in files if path.stat().st_mode & 0o077] == []

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from services import supervisor_client
 from services.render import main_config
 from services.stack import StackError, logs_dir, start_supervisord, stop_supervisord, take_lock
-from services.supervisor_client import ProcessInfo, SupervisorClient, SupervisorGone, SupervisorRefused
+from services.supervisor_client import ProcessInfo, SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
 GROUP = """[group:{name}]
 programs={name}-waiter
@@ -200,3 +201,23 @@ def test_logs_are_private(run_dir: Path) -> None:
     log = logs_dir(run_dir) / "supervisord.log"
     wait_for(log.is_file)
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_a_supervisord_that_stands_still_is_an_error_and_no_wait(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = int((run_dir / "supervisord.pid").read_text())
+    with SupervisorClient(run_dir) as client:
+        client.pid()
+    monkeypatch.setattr(supervisor_client, "TIMEOUT_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with SupervisorClient(run_dir) as client, pytest.raises(SupervisorHangs, match=r"within 0\.2 s"):
+            client.processes()
+        with pytest.raises(StackError, match=r"supervisord\.pid: kill -9"):
+            stop_supervisord(run_dir, 1, print)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr(supervisor_client, "TIMEOUT_S", 10.0)
+    with SupervisorClient(run_dir) as client:
+        assert client.pid() == pid
