@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from rose.layers.activation import ACTIVATIONS
 
+MAX_POSITIONS = 1 << 20  # more than any model here was trained for; a step's arrays are sized by it
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITION_RESERVE = {"xlm-roberta": 1, "roberta": 1}  # position embeddings start at pad_token_id + 1
 
 
@@ -66,11 +68,28 @@ def read_config(directory: Path) -> ModelConfig:
         known = ", ".join(sorted(readers))
         raise ModelError(f"{path}: model_type {raw.get('model_type')!r} is not supported (supported: {known})")
     try:
+        _check_sizes(raw)
         return reader(raw)
     except KeyError as error:
         raise ModelError(f"{path} has no {error.args[0]!r}: fetch the model again") from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
+
+
+def _check_sizes(raw: dict[str, Any]) -> None:
+    """Raises ModelError for sizes that no model can have, KeyError for one that is missing."""
+    for name in (*SIZES, "max_position_embeddings"):
+        if type(raw[name]) is not int or raw[name] < 1:
+            raise ModelError(f"{name} is {raw[name]!r}: it must be a whole number from 1 on")
+    if raw["max_position_embeddings"] > MAX_POSITIONS:
+        raise ModelError(
+            f"max_position_embeddings is {raw['max_position_embeddings']}: at most {MAX_POSITIONS} are served"
+        )
+    if not raw.get("head_dim") and raw["hidden_size"] % raw["num_attention_heads"]:
+        raise ModelError(
+            f"hidden_size {raw['hidden_size']} is no multiple of num_attention_heads {raw['num_attention_heads']}: "
+            "fetch the model again"
+        )
 
 
 def _bert(raw: dict[str, Any]) -> ModelConfig:
@@ -111,10 +130,9 @@ def _qwen3(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _common(raw: dict[str, Any]) -> dict[str, Any]:
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if raw["hidden_act"] not in ACTIVATIONS:
         raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
-    return {name: raw[name] for name in (*names, "max_position_embeddings", "hidden_act", "model_type")} | {
+    return {name: raw[name] for name in (*SIZES, "max_position_embeddings", "hidden_act", "model_type")} | {
         "architecture": (raw.get("architectures") or [""])[0],
         "num_labels": raw.get("num_labels") or len(raw.get("id2label") or (0, 1)),  # two is transformers' default,
     }

@@ -72,7 +72,7 @@ def test_open_loop_keeps_to_its_rate_and_several_processes_run_together(url: str
 def test_time_bounds_a_run(url: str) -> None:
     spec = LoadSpec(url=url, path="/good", bodies=["{}"], num_requests=10**9, max_seconds=0.3, num_warmup=0)
     result = run_one(spec)
-    assert 0.3 <= result.seconds < 3
+    assert 0.3 <= result.seconds < 60  # and not for ever
 
 
 def test_failures_are_counted_and_said(url: str) -> None:

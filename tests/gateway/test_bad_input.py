@@ -230,7 +230,7 @@ async def raw(stack: Stack, data: bytes) -> tuple[int, dict[bytes, bytes], bytes
     """Sends bytes, reads until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     writer.write(data)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *lines = head.split(b"\r\n")

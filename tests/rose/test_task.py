@@ -129,6 +129,10 @@ def test_causal_model_without_a_marker_asks_for_the_task(tmp_path: Path) -> None
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type must be"),
+        ({"hidden_size": 383}, "no multiple of num_attention_heads"),
+        ({"max_position_embeddings": 10**9}, "at most 1048576"),
+        ({"vocab_size": 0}, "whole number from 1 on"),
+        ({"num_hidden_layers": "two"}, "whole number from 1 on"),
         ({"hidden_act": "squareplus"}, "hidden_act 'squareplus' is not supported"),
     ],
 )
