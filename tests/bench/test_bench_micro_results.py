@@ -1,0 +1,66 @@
+"""Result files made from what the GPU benchmarks wrote."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(case: str, variant: str, us: float, **more: float | bool) -> dict[str, object]:
+    return {"case": case, "variant": variant, "us": us, "error_vs_fp32": 2e-3, **more}
+
+
+def write(path: Path, records: list[dict[str, object]]) -> Path:
+    head = {"gpu": "G", "torch": "1", "triton": "2", "python": "3", "command": "/x/bench/micro/b.py --out /y --only d"}
+    path.write_text(json.dumps({**head, "records": records}))
+    return path
+
+
+def run(tmp_path: Path, what: str, *files: Path) -> tuple[dict[str, object], str]:
+    command = [sys.executable, "-m", "bench.micro.results", what, *map(str, files), "--date", "2026-01-02"]
+    subprocess.run([*command, "--results", str(tmp_path), "--note", "hm"], cwd=ROOT, check=True, timeout=120)
+    path = tmp_path / f"2026-01-02_h200_{what}.json"
+    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
+
+
+def test_kernels_and_layers(tmp_path: Path) -> None:
+    kernels = write(
+        tmp_path / "kernels.json",
+        [
+            record("norm", "triton", 2.0),
+            record("norm", "flashinfer", 3.0),
+            {**record("norm", "torch", 1.0), "error_vs_fp32": 0.5},
+        ],
+    )
+    chain: list[dict[str, object]] = [
+        {"case": "1x128", "variant": name, "ms": ms, "cosine": cosine}
+        for name, ms, cosine in (("a", 2.0, 0.9999), ("b", 1.5, 0.9999), ("wrong", 1.0, 0.99))
+    ]
+    made, text = run(tmp_path, "kernels", kernels, write(tmp_path / "chain.json", chain))
+    rows = made["rows"]
+    assert isinstance(rows, list)
+    assert [(r["ours"], r["peer"], r["peer_name"], r["ratio"]) for r in rows] == [
+        (2.0, 3.0, "flashinfer", 1.5),
+        (1.5, 2.0, "a", 1.333),
+    ]
+    assert made["command"] == "python -m bench.micro.b --only d"
+    assert "- hm" in text
+
+
+def test_attention_is_that_of_todays_tiles(tmp_path: Path) -> None:
+    case, graph = "d128 16:8 full 1x128", {"prepare_us": 0.0, "other_lengths_error": 1e-3, "padding_finite": True}
+    records = [
+        record(case, "triton", 9.0, **graph),
+        record(case, "triton 64/64/4/3", 4.0),
+        record(case, "fa3", 7.0, **{**graph, "prepare_us": 70.0}),
+    ]
+    made, text = run(tmp_path, "attention", write(tmp_path / "attention.json", records))
+    (row,) = made["rows"]  # type: ignore[misc]
+    assert (row["ours"], row["peer"], row["ratio"]) == (4.0, 7.0, 1.75)
+    assert "| d128 16:8 full | 1x128 | 4.0 | – | 7.0 | – | – | triton |" in text
