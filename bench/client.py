@@ -5,6 +5,7 @@ meets: no redirects, no compression, one request at a time on a connection.
 """
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable
 from typing import cast
@@ -138,6 +139,8 @@ class Connection:
     def request(self, request: bytes) -> Response:
         """Sends bytes of `encode_request` and waits for the answer. Raises HttpError, OSError (TimeoutError)."""
         try:
+            if self.readable_within(0):  # idle, so it can only be the server's close after its keep-alive time
+                self.close()
             response = self._exchange(request)
         except BaseException:
             self.close()
@@ -145,6 +148,10 @@ class Connection:
         if not response.keep_alive:
             self.close()
         return response
+
+    def readable_within(self, seconds: float) -> bool:
+        """Whether an open connection has something to read, its end included."""
+        return self._socket is not None and bool(select.select([self._socket], [], [], seconds)[0])
 
     def _exchange(self, request: bytes) -> Response:
         if self._socket is None:

@@ -42,7 +42,7 @@ class Server:
                 return
             for start in range(0, len(answer), self._piece):
                 connection.sendall(answer[start : start + self._piece])
-            if b"connection: close" in answer.lower() or answer.endswith(b"CUT"):
+            if b"connection: close" in answer.lower() or answer.endswith((b"CUT", b"quietly")):
                 return
 
     def close(self) -> None:
@@ -113,6 +113,16 @@ def test_connection_is_kept_and_opened_again_after_the_server_closed_it(serve) -
     with Connection(server.address, 5) as connection:
         bodies = [connection.request(request).body for _ in range(4)]
     assert bodies == [b"abcdefg", b"abcdefg", b"abcdefg", b"again!!"]
+    assert server.num_connections == 2
+
+
+def test_a_connection_closed_while_idle_is_opened_again(serve) -> None:  # type: ignore[no-untyped-def]
+    server = serve([PLAIN + b"quietly", PLAIN + b"abcdefg"])
+    request = encode_request(server.address, "/x", b"{}")
+    with Connection(server.address, 5) as connection:
+        assert connection.request(request).body == b"quietly"
+        assert connection.readable_within(5)
+        assert connection.request(request).body == b"abcdefg"
     assert server.num_connections == 2
 
 
