@@ -3,6 +3,10 @@
 A step comes in parts that are independent of each other. They run side by side, and those of the next step begin as
 soon as there is room: no barrier between steps, and none between the operators of a part that has one thread. A step
 that is alone divides all cores among its parts; one that has company takes its share of them.
+
+A part with several cores always runs on the same worker. Each calling thread has an OpenMP team of its own, and once
+the teams together have more threads than there are cores, OpenMP puts waiting threads to sleep at every barrier: a
+query of 16 tokens then takes twice as long.
 """
 
 import threading
@@ -20,6 +24,7 @@ Work = Callable[[], None]
 class _Part(NamedTuple):
     work: Work
     cores: int
+    worker: int  # the one that must run it; -1: any
     lazy: CpuLazyTensor
 
 
@@ -35,7 +40,8 @@ class CpuStream:
         self._num_running = 0
         self._closed = False
         self._workers = [
-            threading.Thread(target=self._run, name=f"forward-{index}", daemon=True) for index in range(num_threads)
+            threading.Thread(target=self._run, args=(index,), name=f"forward-{index}", daemon=True)
+            for index in range(num_threads)
         ]
         for worker in self._workers:
             worker.start()
@@ -47,7 +53,7 @@ class CpuStream:
         with self._changed:
             num_parts = len(works) + len(self._queue) + self._num_running
             cores = max(1, self._num_threads // num_parts)
-            self._queue.extend(_Part(work, cores, lazy) for work in works)
+            self._queue.extend(_Part(work, cores, index if cores > 1 else -1, lazy) for index, work in enumerate(works))
             self._changed.notify_all()
         return lazy
 
@@ -65,9 +71,9 @@ class CpuStream:
             worker.join()
         self._event_fds.close()
 
-    def _run(self) -> None:
+    def _run(self, worker: int) -> None:
         num_threads = 0  # torch keeps it per calling thread, but tells only what was last set by any
-        while (part := self._take()) is not None:
+        while (part := self._take(worker)) is not None:
             error: BaseException | None = None
             try:
                 if num_threads != part.cores:
@@ -80,19 +86,23 @@ class CpuStream:
             part.lazy.part_done(error)
             self._give_back(part.cores)
 
-    def _take(self) -> _Part | None:
+    def _take(self, worker: int) -> _Part | None:
         """The next part, as soon as its cores are free; None at the end."""
         with self._changed:
-            self._changed.wait_for(self._may_go_on)
+            self._changed.wait_for(lambda: self._may_go_on(worker))
             if not self._queue:
                 return None
             part = self._queue.popleft()
             self._free_cores -= part.cores
             self._num_running += 1
+            self._changed.notify_all()  # the new head may be another worker's
             return part
 
-    def _may_go_on(self) -> bool:
-        return self._queue[0].cores <= self._free_cores if self._queue else self._closed
+    def _may_go_on(self, worker: int) -> bool:
+        if not self._queue:
+            return self._closed
+        head = self._queue[0]
+        return head.cores <= self._free_cores and head.worker in (-1, worker)
 
     def _give_back(self, cores: int) -> None:
         with self._changed:

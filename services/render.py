@@ -1,7 +1,6 @@
 """Configuration → supervisord's configuration in the run directory: one file for the gateways, one per replica."""
 
 import math
-import os
 import re
 import shlex
 import sys
@@ -26,8 +25,11 @@ REPLICA_PRIORITY = 100
 RANK_STOP_WAIT_S = 10
 STOP_MARGIN_S = 10
 
-# A waiting OpenMP thread that spins takes the core from the process it waits for.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+# A waiting OpenMP thread that spins for long takes the core from the process it waits for; one that sleeps at once
+# doubles the time of a short query. So it spins for some tens of microseconds. A rank's main thread computes nothing:
+# the threads of the forward pass ask for their cores themselves (rose.cpu_stream).
+_RANK = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -55,7 +57,7 @@ def replica_config(model: ModelConfig, replica: str, run_dir: Path) -> str:
     gpus = _choose_gpus(model, replica, run_dir)
     sections = []
     for rank, program in enumerate(ranks):
-        environment = {"OMP_NUM_THREADS": str(model.rank.num_threads or num_cores()), "TOKENIZERS_PARALLELISM": "false"}
+        environment = dict(_RANK)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[rank]
         command = _main("rose_main", run_dir, model=model.name, replica=replica, rank=rank)
@@ -73,11 +75,6 @@ def programs_dir(run_dir: Path) -> Path:
 
 def replica_file(run_dir: Path, replica: str) -> Path:
     return programs_dir(run_dir) / f"{replica_group(replica)}.conf"
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _choose_gpus(model: ModelConfig, replica: str, run_dir: Path) -> list[str]:
