@@ -5,22 +5,25 @@ from pathlib import Path
 
 from bench.report import Row, read
 
+TAIL_METRICS = ("p90_ms", "p99_ms", "max_ms")  # in the tables; a chart shows one bar a case and peer
+
 
 def plot(path: Path) -> Path:
     """Writes the chart beside `path`. Raises ValueError when the result compares with no peer."""
     from matplotlib.figure import Figure  # only here: the benchmarks work without it
 
     report = read(path)
-    compared = [row for row in report.rows if row.ratio is not None]
+    compared = [row for row in report.rows if row.ratio is not None and row.metric not in TAIL_METRICS]
     if not compared:
         raise ValueError(f"{path.name} has no ratios to plot")
-    figure = Figure(figsize=(9, 0.4 * len(compared) + 1.5), layout="constrained")
+    figure = Figure(figsize=(9, 0.24 * len(compared) + 1.5), layout="constrained")
     axes = figure.subplots()
     colours = ["tab:green" if ratio_of(row) >= 1 else "tab:red" for row in compared]
     bars = axes.barh([label(row) for row in compared], [ratio_of(row) for row in compared], color=colours)
     axes.bar_label(bars, [f"{ratio_of(row):.2f}x" for row in compared], padding=3)
     axes.axvline(1, color="black", linewidth=1)
-    axes.invert_yaxis()
+    axes.set_ylim(len(compared) - 0.5, -0.5)
+    axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel("ours against the peer (over 1: ours is better)")
     axes.set_title(f"{report.what}, {report.hardware}, {report.date}")
     target = path.with_suffix(".png")
