@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformer
 from tests.integration.stack import Stack
 
 MODEL = "all-minilm-l6-v2"
-RANK = f"{MODEL}-0:rank-0"
+RANK, SCHEDULER = f"{MODEL}-0:rank-0", f"{MODEL}-0:scheduler"
 TEXTS = [
     "tulips from Amsterdam",
     "a",
@@ -145,7 +145,8 @@ async def test_metrics_count_what_was_done(stack: Stack) -> None:
         assert process in text
 
 
-async def test_kill_of_the_rank_under_load(stack: Stack, client: openai.OpenAI, reference: SentenceTransformer) -> None:
+@pytest.mark.parametrize("victim", [RANK, SCHEDULER])
+async def test_kill_under_load_with_the_real_model(stack: Stack, reference: SentenceTransformer, victim: str) -> None:
     """In-flight work is answered rightly, and the stack serves again within 10 s."""
     text = ["roses are red", "violets are blue and smell of spring"]
     expected = plain(reference, text)
@@ -167,7 +168,7 @@ async def test_kill_of_the_rank_under_load(stack: Stack, client: openai.OpenAI, 
         tasks = [asyncio.create_task(ask(session)) for _ in range(4)]
         await asyncio.sleep(0.5)
         killed = time.monotonic()
-        stack.kill(RANK)
+        stack.kill(victim)
         before = len(right)
         while len(right) < before + 20:
             await asyncio.sleep(0.05)
