@@ -4,10 +4,10 @@
 name; histograms as their `_bucket`, `_sum` and `_count` samples.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
 
 from ipc.control import ProcessStats
+from ipc.histogram import Histogram
 
 NAMES: dict[str, str] = {
     "bouquet_http_requests_total": "HTTP requests answered, by route and status",
@@ -24,34 +24,14 @@ NAMES: dict[str, str] = {
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Histogram:
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._counts = [0] * (len(BUCKETS_S) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(BUCKETS_S, seconds)] += 1
-        self._sum += seconds
-
-    def values(self) -> dict[str, float]:
-        samples, total = {}, 0
-        for bound, count in zip((*BUCKETS_S, "+Inf"), self._counts, strict=True):
-            total += count
-            samples[f'{self._name}_bucket{{le="{bound}"}}'] = float(total)
-        samples[f"{self._name}_sum"] = self._sum
-        samples[f"{self._name}_count"] = float(total)
-        return samples
-
-
 class Metrics:
     """Plain counters; the event loop's thread is the only writer."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
         self.in_flight = 0
-        self.request_seconds = Histogram("bouquet_http_request_seconds")
-        self.tokenize_seconds = Histogram("bouquet_tokenize_seconds")
+        self.request_seconds = Histogram(BUCKETS_S)
+        self.tokenize_seconds = Histogram(BUCKETS_S)
         self.prompt_tokens = 0
         self.chunks_in_flight = 0
         self.chunks_waiting = 0
@@ -81,7 +61,8 @@ class Metrics:
             samples[f'bouquet_http_requests_total{{route="{route}",status="{status}"}}'] = count
         for code, count in self.rejected.items():
             samples[f'bouquet_rejected_total{{code="{code}"}}'] = count
-        return samples | self.request_seconds.values() | self.tokenize_seconds.values()
+        samples |= self.request_seconds.samples("bouquet_http_request_seconds")
+        return samples | self.tokenize_seconds.samples("bouquet_tokenize_seconds")
 
 
 def render(processes: Iterable[ProcessStats]) -> bytes:

@@ -1,33 +1,12 @@
 """What a scheduler counts, as Prometheus samples. Plain numbers: whoever does the work counts it."""
 
-from bisect import bisect_left
 from collections import Counter
 
 from ipc.control import ProcessStats
+from ipc.histogram import Histogram
 
 _TOKEN_BOUNDS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _SECONDS_BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def samples(self, name: str, labels: str) -> dict[str, float]:
-        """`_bucket`, `_sum` and `_count` samples; buckets are cumulative."""
-        values, total = {}, 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
-            total += count
-            values[f'{name}_bucket{{{labels},le="{bound}"}}'] = float(total)
-        values[f"{name}_sum{{{labels}}}"] = self.sum
-        values[f"{name}_count{{{labels}}}"] = float(total)
-        return values
 
 
 class Stats:

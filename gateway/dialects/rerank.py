@@ -18,36 +18,31 @@ class Document(Struct):
     text: str
 
 
-class RerankBody(Struct):
+class PairsBody(Struct):
+    """What both routes take."""
+
     model: str
+    pairs: Pairs | None = None
+    type_starts: list[TokenId] | None = None
+    truncate: bool | None = None
+    instruction: str | None = None
+    user: str | None = None
+    rank_fields: Raw | UnsetType = UNSET
+    max_chunks_per_doc: Raw | UnsetType = UNSET
+    max_tokens_per_doc: Raw | UnsetType = UNSET
+    truncate_prompt_tokens: Raw | UnsetType = UNSET
+
+
+class RerankBody(PairsBody):
     query: str | list[TokenId] | None = None
     documents: list[str | Document | list[TokenId]] | None = None
-    pairs: Pairs | None = None
-    type_starts: list[TokenId] | None = None
     top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
-    truncate: bool | None = None
-    instruction: str | None = None
-    user: str | None = None
-    rank_fields: Raw | UnsetType = UNSET
-    max_chunks_per_doc: Raw | UnsetType = UNSET
-    max_tokens_per_doc: Raw | UnsetType = UNSET
-    truncate_prompt_tokens: Raw | UnsetType = UNSET
 
 
-class ScoreBody(Struct):
-    model: str
+class ScoreBody(PairsBody):
     text_1: Texts | None = None
     text_2: Texts | None = None
-    pairs: Pairs | None = None
-    type_starts: list[TokenId] | None = None
-    truncate: bool | None = None
-    instruction: str | None = None
-    user: str | None = None
-    rank_fields: Raw | UnsetType = UNSET
-    max_chunks_per_doc: Raw | UnsetType = UNSET
-    max_tokens_per_doc: Raw | UnsetType = UNSET
-    truncate_prompt_tokens: Raw | UnsetType = UNSET
 
 
 _rerank_decoder = msgspec.json.Decoder(RerankBody)
@@ -132,7 +127,7 @@ def _usage(outcome: ScoreOutcome) -> dict[str, int]:
     return {"prompt_tokens": outcome.num_tokens, "total_tokens": outcome.num_tokens}
 
 
-def _pairs_task(fields: RerankBody | ScoreBody, pairs: Pairs, top_n: int | None, return_documents: bool) -> ScoreTask:
+def _pairs_task(fields: PairsBody, pairs: Pairs, top_n: int | None, return_documents: bool) -> ScoreTask:
     """`pairs`: lists of token ids, ready to run; or lists of two texts (or of two texts' token ids)."""
     if not pairs:
         raise InvalidRequest("pairs is empty; give at least one pair", param="pairs")
@@ -201,7 +196,7 @@ def _require(**fields: object) -> None:
             raise InvalidRequest(f"{name} is missing; give it, or pairs instead", param=name)
 
 
-def _refuse_type_starts(fields: RerankBody | ScoreBody) -> None:
+def _refuse_type_starts(fields: PairsBody) -> None:
     if fields.type_starts is not None:
         raise InvalidRequest("type_starts goes with pairs of joined token ids only; leave it out", param="type_starts")
 

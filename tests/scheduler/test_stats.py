@@ -2,20 +2,7 @@
 
 import re
 
-from scheduler.stats import Histogram, Stats
-
-
-def test_a_histogram_is_cumulative() -> None:
-    histogram = Histogram((1.0, 10.0))
-    for value in (0.5, 1.0, 5.0, 50.0):
-        histogram.observe(value)
-    assert histogram.samples("x", 'a="b"') == {
-        'x_bucket{a="b",le="1.0"}': 2.0,
-        'x_bucket{a="b",le="10.0"}': 3.0,
-        'x_bucket{a="b",le="+Inf"}': 4.0,
-        'x_sum{a="b"}': 56.5,
-        'x_count{a="b"}': 4.0,
-    }
+from scheduler.stats import Stats
 
 
 def test_every_sample_is_well_formed_whatever_the_replica_is_called() -> None:
