@@ -16,7 +16,7 @@ from rose.batch import Rows, encode_batch
 from rose.layers.activation import Activation, activation
 from rose.layers.linear import Linear
 from rose.models.config import ModelConfig
-from rose.models.registry import build_model
+from rose.models.load import load_model
 from rose.models.task import DenseSpec, EmbedTask, ScoreTask
 from rose.pooling import OutputDefaults, RowGroup, convert, group_rows, pool
 from rose.weights.loader import load_weights, weight_files
@@ -68,17 +68,10 @@ def load_encoder(
     directory: Path, config: ModelConfig, task: EmbedTask | ScoreTask, device: torch.device, dtype: torch.dtype
 ) -> EncoderParts:
     """Builds the model on `device` and streams its weights. Raises ModelError."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = build_model(config, task)
-    finally:
-        torch.set_default_dtype(default)
-    load_weights(model, weight_files(directory))
+    model = load_model(directory, config, task, device, dtype)
     with device:
         head = _build_head(task)
-    return EncoderParts(model.requires_grad_(False).eval(), head, task)
+    return EncoderParts(model, head, task)
 
 
 def _build_head(task: EmbedTask | ScoreTask) -> Activation | nn.Sequential:

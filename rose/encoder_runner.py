@@ -19,8 +19,8 @@ from rose.cpu_encoder import CpuEncoder
 from rose.device import resolve_device, resolve_dtype
 from rose.encoder import load_encoder
 from rose.encoder_facts import encoder_facts
-from rose.models.config import read_config
-from rose.models.task import read_task
+from rose.models.config import ModelError, read_config
+from rose.models.task import GenerateTask, read_task
 from rose.runner import LazyTensor, OutOfMemory
 
 CPU_WARM_UP_TOKENS = 2048  # a CPU has no memory to reserve: larger shapes need no trial
@@ -57,7 +57,13 @@ class EncoderRunner:
         self._config = config
         self._shapes = shapes
         self._model_config = read_config(directory)
-        self._task = read_task(directory, self._model_config, config.task)
+        task = read_task(directory, self._model_config, config.task)
+        if isinstance(task, GenerateTask):
+            raise ModelError(
+                f'{directory} is a language model: set task = "embed" to serve its pooled states, or task = "score" '
+                "for a reranker that answers yes or no"
+            )
+        self._task = task
         self._device = torch.device(resolve_device(config.device))
         self._dtype = resolve_dtype(config.dtype, self._device.type)
         self._num_threads = config.num_threads or len(os.sched_getaffinity(0))

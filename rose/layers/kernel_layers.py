@@ -103,7 +103,7 @@ class KernelPositionedEmbeddings(nn.Module):
 
 
 class KernelRotary(nn.Module):
-    """Norm and rotation in one kernel, in place on the packed projections."""
+    """Norm, where a model has one, and rotation in one kernel, in place on the packed projections."""
 
     def __init__(self, rotary: Rotary) -> None:
         super().__init__()
@@ -113,11 +113,13 @@ class KernelRotary(nn.Module):
         return partial(self._turn, positions)
 
     def _turn(
-        self, positions: Tensor, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: AttentionShape
+        self, positions: Tensor, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        eps = 0.0 if q_norm is None else q_norm.eps  # not read without a norm
         qk_norm_rope(
-            qkv, q_norm.weight, k_norm.weight, positions, self.cos, self.sin,
-            num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, eps=q_norm.eps,
+            qkv, q_weight, k_weight, positions, self.cos, self.sin,
+            num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, eps=eps,
         )  # fmt: skip
         return split_heads(qkv, shape)
 

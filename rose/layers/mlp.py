@@ -18,11 +18,11 @@ class SiluMul(nn.Module):
 class GatedMlp(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix. `x` is overwritten."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = FusedLinear(hidden_size, 2 * (intermediate_size,), bias=False)
+        self.gate_up_proj = FusedLinear(hidden_size, 2 * (intermediate_size,), bias=bias)
         self.act = SiluMul()
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return self.down_proj(self.act(self.gate_up_proj(x, norm=norm)), residual=x)

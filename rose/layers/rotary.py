@@ -1,23 +1,40 @@
 """Rotary position embedding (RoFormer), in the half-split form of Hugging Face's Llama and Qwen files."""
 
+import math
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from rose.attention.interface import AttentionShape
 from rose.layers.norm import RMSNorm
 
 
+class RopeScaling(Struct, frozen=True, kw_only=True):
+    """How a model's context was stretched after training. Field names are Hugging Face's.
+
+    linear: every frequency is divided by `factor` (position interpolation). llama3: only those that turn fewer than
+    `low_freq_factor` times within the original context; from `high_freq_factor` turns on they stay as they are, and
+    between the two the division fades out (Llama 3.1).
+    """
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
 class Turn(Protocol):
     """What every layer of one step does to its heads; positions are the step's."""
 
     def __call__(
-        self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: AttentionShape
+        self, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (num_heads + 2 num_kv_heads) * head_dim] -> q, k, v [T, heads, head_dim]; heads of q and k are
-        normalised, then turned by their token's position. `qkv` may be overwritten."""
+        normalised, where there are norms, then turned by their token's position. `qkv` may be overwritten."""
 
 
 class Rotary(nn.Module):
@@ -26,9 +43,13 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_position_embeddings: int, theta: float) -> None:
+    def __init__(
+        self, head_dim: int, max_position_embeddings: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
         frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if scaling is not None:
+            frequencies = _scaled(frequencies, scaling)
         angles = torch.outer(torch.arange(max_position_embeddings, dtype=torch.float32), frequencies)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -45,11 +66,23 @@ def split_heads(qkv: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Ten
     return q, k, v
 
 
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians per token after stretching, float32 as given."""
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return frequencies * kept + frequencies / scaling.factor * (1 - kept)
+
+
 def _turn(
-    cos: Tensor, sin: Tensor, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, shape: AttentionShape
+    cos: Tensor, sin: Tensor, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split_heads(qkv, shape)
-    return rotate(q_norm(q), cos, sin), rotate(k_norm(k), cos, sin), v
+    q = q if q_norm is None else q_norm(q)
+    k = k if k_norm is None else k_norm(k)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from rose.layers.activation import ACTIVATIONS
+from rose.layers.rotary import RopeScaling
 
 MAX_POSITIONS = 1 << 20  # more than any model here was trained for; a step's arrays are sized by it
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -37,7 +38,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     causal: bool = False
     gated: bool = False  # the feed-forward half has a gate
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     attention_bias: bool = True
+    mlp_bias: bool = False
     tie_word_embeddings: bool = False
     num_labels: int = 1
 
@@ -62,7 +65,7 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     raw = read_json(path)
     readers = {"bert": _bert, "roberta": _bert, "xlm-roberta": _bert, "qwen3": _qwen3}
-    readers["bidirectional_pplx_qwen3"] = _qwen3
+    readers |= {"bidirectional_pplx_qwen3": _qwen3, "llama": _llama}
     reader = readers.get(raw.get("model_type"))
     if reader is None:
         known = ", ".join(sorted(readers))
@@ -108,25 +111,63 @@ def _bert(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _qwen3(raw: dict[str, Any]) -> ModelConfig:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ModelError(f"rope scaling {rope} is not supported, only the default rotary embedding is")
     if raw.get("use_sliding_window"):
         raise ModelError("use_sliding_window is not supported: use a model with full attention")
+    bidirectional = raw["model_type"].startswith("bidirectional") or raw.get("use_bidirectional_attention")
+    return ModelConfig(**_gated(raw), causal=not bidirectional and raw.get("is_causal", True))
+
+
+def _llama(raw: dict[str, Any]) -> ModelConfig:
+    if raw.get("sliding_window"):
+        raise ModelError("sliding_window is not supported: use a model with full attention")
+    if raw.get("pretraining_tp", 1) != 1:
+        raise ModelError(f"pretraining_tp {raw['pretraining_tp']} is not supported, only 1 is")
+    return ModelConfig(**_gated(raw), causal=True, mlp_bias=raw.get("mlp_bias", False))
+
+
+def _gated(raw: dict[str, Any]) -> dict[str, Any]:
+    """What Llama and its kin have in common: rotary positions, grouped heads, a gated feed-forward half."""
     if raw["hidden_act"] != "silu":
         raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
-    bidirectional = raw["model_type"].startswith("bidirectional") or raw.get("use_bidirectional_attention")
-    return ModelConfig(
-        **_common(raw),
-        num_key_value_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        norm_eps=raw["rms_norm_eps"],
-        causal=not bidirectional and raw.get("is_causal", True),
-        gated=True,
-        rope_theta=rope.get("rope_theta") or raw["rope_theta"],
-        attention_bias=raw.get("attention_bias", False),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-    )
+    if raw.get("quantization_config"):
+        raise ModelError("quantization_config: weights quantised by other tools are not supported, use plain ones")
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    if head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is odd: rotary positions turn pairs")
+    return _common(raw) | {
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "norm_eps": raw["rms_norm_eps"],
+        "gated": True,
+        "attention_bias": raw.get("attention_bias", False),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+        **_rope(raw),
+    }
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from the keys of transformers 5 (rope_parameters) or of earlier ones."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(f"rope scaling {rope} is not supported (supported: default, linear, llama3)")
+    if raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
+        raise ModelError("partial_rotary_factor is not supported: whole heads are turned")
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    names = RopeScaling.__struct_fields__[1:] if kind == "llama3" else ("factor",)
+    for name in names:
+        if not isinstance(rope[name], int | float) or rope[name] <= 0:
+            raise ModelError(f"rope scaling's {name} is {rope[name]!r}: it must be a number above 0")
+    scaling = RopeScaling(rope_type=kind, **{name: rope[name] for name in names})
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ModelError(f"rope scaling {rope}: high_freq_factor must be above low_freq_factor")
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _common(raw: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import importlib
 from torch import nn
 
 from rose.models.config import ModelConfig, ModelError
-from rose.models.task import EmbedTask, ScoreTask
+from rose.models.task import ScoreTask, Task
 
 _MODELS = {
     ("bert", "embed"): "rose.models.bert:BertModel",
@@ -14,6 +14,8 @@ _MODELS = {
     ("roberta", "classify"): "rose.models.xlm_roberta:XlmRobertaForSequenceClassification",
     ("xlm-roberta", "embed"): "rose.models.xlm_roberta:XlmRobertaModel",
     ("xlm-roberta", "classify"): "rose.models.xlm_roberta:XlmRobertaForSequenceClassification",
+    ("llama", "generate"): "rose.models.llama:LlamaForCausalLM",
+    ("qwen3", "generate"): "rose.models.qwen3:Qwen3ForCausalLM",
     ("qwen3", "embed"): "rose.models.qwen3:Qwen3Model",
     ("qwen3", "classify"): "rose.models.qwen3:Qwen3ForSequenceClassification",
     ("qwen3", "yes_no"): "rose.models.qwen3:Qwen3ForYesNo",
@@ -21,12 +23,11 @@ _MODELS = {
 }
 
 
-def build_model(config: ModelConfig, task: EmbedTask | ScoreTask) -> nn.Module:
+def build_model(config: ModelConfig, task: Task) -> nn.Module:
     """The model, its parameters not yet loaded, on the default device and dtype. Raises ModelError."""
-    kind = task.kind if isinstance(task, ScoreTask) else "embed"
-    place = _MODELS.get((config.model_type, kind))
+    place = _MODELS.get((config.model_type, task.kind))
     if place is None:
-        raise ModelError(f"a {config.model_type} model cannot be served for {kind!r}")
+        raise ModelError(f"a {config.model_type} model cannot be served for {task.kind!r}")
     module, _, name = place.partition(":")
     model_class = getattr(importlib.import_module(module), name)
     return model_class(config, task) if isinstance(task, ScoreTask) else model_class(config)

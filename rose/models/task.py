@@ -2,11 +2,12 @@
 
 Embedding: sentence-transformers' modules.json lists Transformer, Pooling, Dense, Normalize with a folder each. Without
 it: mean pooling, nothing else, as sentence-transformers does. Scoring: a `…ForSequenceClassification`, or a causal
-model judged by the logits of "yes" and "no". Knows files, no tensors.
+model judged by the logits of "yes" and "no". Generation: a `…ForCausalLM` whose files name no other use. Knows files,
+no tensors.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -38,6 +39,7 @@ class DenseSpec(Struct, frozen=True):
 class EmbedTask(Struct, frozen=True):
     """Pool, project, normalise. `int8`: how a row becomes bytes (see rose.pooling)."""
 
+    kind: ClassVar[str] = "embed"
     pooling: Pooling
     dense: tuple[DenseSpec, ...]
     normalize: bool
@@ -55,19 +57,27 @@ class ScoreTask(Struct, frozen=True):
     no_token_id: int = -1  # negative: the score is the logit of "yes" alone
 
 
+class GenerateTask(Struct, frozen=True):
+    """Continue a text, token by token, until one of `eos_token_ids` (there may be none)."""
+
+    kind: ClassVar[str] = "generate"
+    eos_token_ids: tuple[int, ...]
+
+
+Task = EmbedTask | ScoreTask | GenerateTask
+
+
 def read_task(
-    directory: Path, config: ModelConfig, override: Literal["auto", "embed", "score"] = "auto"
-) -> EmbedTask | ScoreTask:
+    directory: Path, config: ModelConfig, override: Literal["auto", "embed", "score", "generate"] = "auto"
+) -> Task:
     """The task of the model in `directory`. Raises ModelError if its files do not say or say something unsupported."""
     modules = _modules(directory)
     kinds = [kind for kind, _ in modules]
     classifies = config.architecture.endswith("ForSequenceClassification")
+    speaks = config.architecture.endswith("ForCausalLM") and not modules
+    if override == "generate" or (override == "auto" and speaks):
+        return _generate_task(directory, config)
     if override == "embed" or (override == "auto" and not classifies and "LogitScore" not in kinds):
-        if override == "auto" and not modules and config.architecture.endswith("ForCausalLM"):
-            raise ModelError(
-                f'{directory} is a {config.architecture} without modules.json: set task = "embed" to serve its pooled '
-                'states, or task = "score" for a reranker that answers yes or no'
-            )
         return _embed_task(directory, config, modules)
     if classifies:
         return ScoreTask("classify", _score_activation(directory, config.num_labels), config.num_labels)
@@ -174,6 +184,25 @@ def _yes_no_task(directory: Path, modules: list[tuple[str, Path]]) -> ScoreTask:
     if "yes" not in vocabulary or "no" not in vocabulary:
         raise ModelError(f'{path}: the vocabulary lacks "yes" or "no": this model cannot score by them')
     return ScoreTask("yes_no", "sigmoid", 1, vocabulary["yes"], vocabulary["no"])
+
+
+def _generate_task(directory: Path, config: ModelConfig) -> GenerateTask:
+    """Ends of a text by generation_config.json, else by config.json, as transformers takes them."""
+    if not config.causal:
+        raise ModelError(
+            f"{directory} is a {config.model_type} whose tokens see later ones, so it cannot generate: set "
+            'task = "embed" to serve its pooled states, or task = "score" for a reranker that answers yes or no'
+        )
+    named = None
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        named = (_optional(path) or {}).get("eos_token_id")
+        if named is not None:
+            break
+    ids = tuple(dict.fromkeys(named if isinstance(named, list) else [] if named is None else [named]))
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < config.vocab_size:
+            raise ModelError(f"{path}: eos_token_id {token_id!r} is outside the vocabulary of {config.vocab_size}")
+    return GenerateTask(ids)
 
 
 def _optional(path: Path) -> Any:

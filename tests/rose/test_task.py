@@ -13,10 +13,20 @@ from sentence_transformers import SentenceTransformer
 
 from rose.config import RankConfig
 from rose.encoder_runner import EncoderRunner
+from rose.layers.rotary import RopeScaling
 from rose.models.config import ModelError, read_config
-from rose.models.task import EmbedTask, ScoreTask, read_task
+from rose.models.task import EmbedTask, GenerateTask, ScoreTask, Task, read_task
 from tests.rose.driving import Driver
-from tests.rose.tiny_models import add_modules, bert_config, qwen3_config, save
+from tests.rose.tiny_models import add_modules, bert_config, llama_config, qwen3_config, save
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def write(path: Path, value: object) -> None:
@@ -30,7 +40,7 @@ def config_only(directory: Path, config: Any, architecture: str) -> Path:
     return directory
 
 
-def task_of(directory: Path, override: Any = "auto") -> EmbedTask | ScoreTask:
+def task_of(directory: Path, override: Any = "auto") -> Task:
     return read_task(directory, read_config(directory), override)
 
 
@@ -114,10 +124,11 @@ def test_logit_score_module_names_the_answers(tmp_path: Path) -> None:
     assert task_of(tmp_path) == ScoreTask("yes_no", "sigmoid", 1, 9, 4)
 
 
-def test_causal_model_without_a_marker_asks_for_the_task(tmp_path: Path) -> None:
+def test_causal_model_without_a_marker_generates(tmp_path: Path) -> None:
     config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    assert isinstance(task_of(tmp_path), GenerateTask)
     with pytest.raises(ModelError, match='task = "embed"'):
-        task_of(tmp_path)
+        EncoderRunner("tiny", tmp_path, RankConfig(device="cpu"))
     assert isinstance(task_of(tmp_path, "embed"), EmbedTask)
     write(tmp_path / "tokenizer.json", {"model": {"vocab": {"yes": 3}}})
     with pytest.raises(ModelError, match='lacks "yes" or "no"'):
@@ -140,6 +151,77 @@ def test_unsupported_models_are_named(tmp_path: Path, change: dict[str, Any], wo
     write(tmp_path / "config.json", bert_config().to_dict() | {"architectures": ["BertModel"]} | change)
     with pytest.raises(ModelError, match=words):
         task_of(tmp_path)
+
+
+def test_two_sided_model_does_not_generate(tmp_path: Path) -> None:
+    config_only(tmp_path, qwen3_config(is_causal=False), "Qwen3ForCausalLM")
+    for override in ("auto", "generate"):
+        with pytest.raises(ModelError, match='cannot generate: set task = "embed"'):
+            task_of(tmp_path, override)
+
+
+def test_marked_causal_models_generate_only_when_told(tmp_path: Path) -> None:
+    config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    add_modules(tmp_path, "Transformer", "Pooling")
+    assert isinstance(task_of(tmp_path), EmbedTask)
+    assert isinstance(task_of(tmp_path, "generate"), GenerateTask)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": 7}, {"eos_token_id": [9, 7, 9]}, (9, 7)),
+        ({"eos_token_id": [3, 4]}, {"temperature": 0.6}, (3, 4)),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_ends_of_a_text(tmp_path: Path, config: Any, generation: Any, ends: tuple[int, ...]) -> None:
+    write(tmp_path / "config.json", qwen3_config().to_dict() | {"architectures": ["Qwen3ForCausalLM"]} | config)
+    if generation is not None:
+        write(tmp_path / "generation_config.json", generation)
+    assert task_of(tmp_path) == GenerateTask(ends)
+
+
+@pytest.mark.parametrize("token_id", [128, -1, "</s>", True])
+def test_ends_outside_the_vocabulary_are_refused(tmp_path: Path, token_id: Any) -> None:
+    config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    write(tmp_path / "generation_config.json", {"eos_token_id": token_id})
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id .* is outside the vocabulary of 128"):
+        task_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": 4096}, "sliding_window is not supported"),
+        ({"pretraining_tp": 2}, "pretraining_tp 2 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu'"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling .* is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0: it must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be above"),
+    ],
+)
+def test_unsupported_llamas_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    write(tmp_path / "config.json", llama_config().to_dict() | {"architectures": ["LlamaForCausalLM"]} | change)
+    with pytest.raises(ModelError, match=words):
+        task_of(tmp_path)
+
+
+def test_llama_config_of_old_files(tmp_path: Path) -> None:
+    raw = llama_config().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    for name in ("rope_parameters", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"):
+        del raw[name]
+    write(tmp_path / "config.json", raw | {"rope_scaling": {"type": "linear", "factor": 2}, "sliding_window": None})
+    config = read_config(tmp_path)
+    assert config.rope_scaling == RopeScaling(rope_type="linear", factor=2)
+    assert (config.rope_theta, config.num_key_value_heads, config.head_dim) == (10000.0, 4, 12)
+    assert (config.causal, config.attention_bias, config.mlp_bias) == (True, False, False)
 
 
 def test_rope_scaling_and_max_pooling_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def qwen3_config(**changes: Any) -> hf.Qwen3Config:
     return hf.Qwen3Config(**sizes | changes)
 
 
+def llama_config(**changes: Any) -> hf.LlamaConfig:
+    return hf.LlamaConfig(**SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64} | changes)
+
+
 def save(model_class: Any, config: Any, directory: Path, *, shard: str | None = None) -> Any:
     """Random weights, the biases and norms too, in `directory`; returns transformers' model."""
     torch.manual_seed(0)
