@@ -115,7 +115,7 @@ def _llama3_scaling(
     """The scaling that gives `factors`, by which the frequencies are divided. Raises SourceError if none does."""
     if all(factor == 1.0 for factor in factors):
         return None
-    scaling = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3_ROPE}
+    scaling = {"rope_type": "llama3", "factor": _float32(max(factors)), **_LLAMA3_ROPE}
     expected = llama3_factors(head_dim, rope_theta, scaling)
     if len(expected) != len(factors) or any(
         not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, factors, strict=True)

