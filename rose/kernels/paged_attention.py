@@ -25,7 +25,7 @@ _MIN_TILE_ROWS = 16  # of a tensor-core product
 
 
 class Splits(NamedTuple):
-    """A launch: parts of a row at most, keys of a part at least (a multiple of block_n), keys of a tile, warps and depth
+    """A launch: parts of a row at most, keys of a part at least (a multiple of block_n), keys of a tile, warps, depth
     of the software pipeline."""
 
     num_splits: int
@@ -35,16 +35,17 @@ class Splits(NamedTuple):
     num_stages: int
 
 
-def default_splits(num_rows: int, num_kv_heads: int, head_dim: int) -> Splits:
-    """Follows from what is known when a graph is captured, never from lengths.
+def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: int) -> Splits:
+    """Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have.
 
     Few rows: parts as short as a tile, to have programs for the whole device. Many rows: long parts, so that typical
     rows have one, but enough of them that a single long row does not hold up the step.
     """
     programs = max(1, num_rows * num_kv_heads)
-    num_splits = next_power_of_2(-(-_PROGRAMS // programs))
     min_keys = 64 if programs <= 128 else 256 if programs <= 512 else 512
-    return Splits(max(_MIN_SPLITS, min(_MAX_SPLITS, num_splits)), min_keys, 64, 4, 3 if head_dim >= 128 else 4)
+    num_splits = max(_MIN_SPLITS, min(_MAX_SPLITS, next_power_of_2(-(-_PROGRAMS // programs))))
+    num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
+    return Splits(num_splits, min_keys, 64, 4, 3 if head_dim >= 128 else 4)
 
 
 @triton.jit
@@ -160,8 +161,9 @@ def paged_attention(
     num_rows, num_kv_heads, block_size = len(kv_lengths), k_cache.shape[2], k_cache.shape[1]
     assert max_q_len <= MAX_SHORT, f"rows of {max_q_len} queries: use paged_prefill for rows of over {MAX_SHORT}"
     assert q.stride()[1:] == (head_dim, 1), "heads must be contiguous within a token: pass views of the projections"
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_table.stride(1) == 1
-    splits = default_splits(num_rows, num_kv_heads, head_dim) if splits is None else splits
+    assert {k_cache.is_contiguous(), v_cache.is_contiguous(), block_table.stride(1) == 1} == {True}
+    if splits is None:
+        splits = default_splits(num_rows, num_kv_heads, head_dim, block_table.shape[1] * block_size)
     out = q.new_empty(q.shape) if out is None else out
     divided = splits.num_splits > 1
     part = q.new_empty((splits.num_splits, *q.shape), dtype=torch.float32) if divided else out

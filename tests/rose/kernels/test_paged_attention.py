@@ -125,8 +125,10 @@ def test_repeats_are_bit_identical() -> None:
 
 def test_default_splits() -> None:
     """A function of what a graph is captured for: fewer and longer parts the more rows there are."""
-    assert default_splits(1, 8, 128) == Splits(64, 64, 64, 4, 3)
-    assert default_splits(8, 8, 128) == Splits(16, 64, 64, 4, 3)
-    assert default_splits(32, 8, 128) == Splits(4, 256, 64, 4, 3)
-    assert default_splits(128, 8, 64) == Splits(4, 512, 64, 4, 4)
+    assert default_splits(1, 8, 128, 1 << 17) == Splits(64, 64, 64, 4, 3)
+    assert default_splits(1, 8, 128, 2000) == Splits(32, 64, 64, 4, 3)
+    assert default_splits(8, 8, 128, 1 << 17) == Splits(16, 64, 64, 4, 3)
+    assert default_splits(32, 8, 128, 1 << 17) == Splits(4, 256, 64, 4, 3)
+    assert default_splits(128, 8, 64, 1 << 17) == Splits(4, 512, 64, 4, 4)
+    assert default_splits(128, 8, 64, 512).num_splits == 1
     assert MAX_SHORT >= 5, "one token and four drafts"

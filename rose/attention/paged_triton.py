@@ -1,0 +1,42 @@
+"""Our own attention over a paged cache, in Triton. Lengths and block tables are read on the device: nothing to plan.
+
+Rows of few queries (decode, verify, the end of a prompt whose rest was cached) and longer ones have a kernel each; a
+step with both kinds launches both, over the same rows, of which each takes its own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rose.attention.interface import Attend, AttentionShape
+from rose.attention.paged import PagedKV, PagedRows
+from rose.kernels.kv_append import kv_append
+from rose.kernels.paged_attention import MAX_SHORT, paged_attention
+from rose.kernels.paged_prefill import paged_prefill
+
+
+class TritonPagedBackend:
+    """Keeps no state. float16 and bfloat16; head_dim a power of two from 16 on."""
+
+    def paged(self, rows: PagedRows, caches: Sequence[PagedKV]) -> Attend:
+        return TritonPaged(rows, caches)
+
+
+class TritonPaged:
+    """One forward pass. It launches the same for any lengths, so a graph of it is right for all of the same bounds."""
+
+    def __init__(self, rows: PagedRows, caches: Sequence[PagedKV]) -> None:
+        self._rows = rows
+        self._caches = iter(caches)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        rows, cache = self._rows, next(self._caches)
+        kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
+        where = (cache.k, cache.v, rows.cu_seqlens_q, rows.kv_lengths, rows.block_table)
+        short = min(rows.max_q_len, MAX_SHORT)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if rows.max_q_len > MAX_SHORT:
+            paged_prefill(q, *where, scale=shape.scale, min_q_len=short + 1, out=out)
+        paged_attention(q, *where, scale=shape.scale, max_q_len=short, out=out)
+        return out
