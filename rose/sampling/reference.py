@@ -1,0 +1,137 @@
+"""The operations of sampling in torch, on any device: what kernels are measured against, and what a CPU runs.
+
+Not for captured graphs: it looks at rows on the host to leave out work.
+"""
+
+import torch
+from torch import Tensor
+
+from rose.sampling.distribution import WEIGHT_BITS, draw, truncate, weights, without_nan
+from rose.sampling.params import (
+    FLAGS,
+    FREQUENCY,
+    HAS_PENALTIES,
+    INVERSE_REPETITION,
+    INVERSE_TEMPERATURE,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_BIASES,
+    NUM_STOPS,
+    PRESENCE,
+    REPETITION,
+    SEED_HIGH,
+    SEED_LOW,
+    TOP_K,
+    TOP_P,
+    Needs,
+)
+from rose.sampling.philox import STREAM_TOKEN, uniform_bits
+from rose.sampling.slots import COUNT_LIMIT, COUNT_MASK, IN_PROMPT, SamplingSlots
+
+# What min_tokens sets a logit to: never drawn beside any other token, yet not impossible, so that a grammar that
+# allows nothing but the end still has its way.
+MASKED = -1e30
+
+
+class TorchOps:
+    """See rose.sampling.sampler.SamplingOps."""
+
+    def adjust(
+        self,
+        logits: Tensor,
+        slots: SamplingSlots,
+        lines: Tensor,
+        num_output: Tensor,
+        bitmask: Tensor | None,
+        needs: Needs,
+    ) -> None:
+        if needs.edits:
+            _edit(logits, slots, lines, num_output)
+        if needs.penalties:
+            _penalise(logits, slots, lines)
+        if bitmask is not None:
+            bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+            allowed = (bitmask[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]]
+            logits.masked_fill_(allowed == 0, float("-inf"))
+
+    def choose(self, logits: Tensor, slots: SamplingSlots, lines: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+        tokens = without_nan(logits).argmax(1)
+        if needs.random:
+            rows = (slots.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+            table = slots.table[lines[rows]]
+            kept = processed_weights(logits[rows], slots, lines[rows], truncation=needs.truncation)
+            high, low = uniform_bits(table[:, SEED_LOW], table[:, SEED_HIGH], positions[rows], STREAM_TOKEN)
+            tokens[rows] = draw(kept, high, low, tokens[rows])
+        return tokens.int()
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits = without_nan(logits)
+        keys = _keys(logits).topk(count, dim=1).values
+        top_ids = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
+        maximum = logits.amax(1, keepdim=True)
+        total = weights(logits, torch.ones_like(maximum[:, 0])).sum(1, keepdim=True)
+        # of a difference of two logits, not of the logits: what is subtracted last is small
+        log_total = (total.float() * 2.0**-WEIGHT_BITS).log()
+        chosen = logits.gather(1, tokens.long()[:, None])
+        return (
+            (chosen - maximum - log_total)[:, 0],
+            top_ids.int(),
+            logits.gather(1, top_ids) - maximum - log_total,
+        )
+
+    def count(self, slots: SamplingSlots, lines: Tensor, ids: Tensor, is_output: Tensor) -> None:
+        counts = slots.counts
+        assert counts is not None, "no slot has penalties"
+        counted = (slots.table[lines, FLAGS] & HAS_PENALTIES) != 0
+        ids = ids.long()
+        prompt, output = counted & (is_output == 0), counted & (is_output != 0)
+        counts[lines[prompt], ids[prompt]] |= IN_PROMPT
+        lines, ids = lines[output], ids[output]
+        room = (counts[lines, ids] & COUNT_MASK) < COUNT_LIMIT
+        counts.index_put_((lines, ids), room.to(counts.dtype), accumulate=True)
+
+
+def processed_weights(logits: Tensor, slots: SamplingSlots, lines: Tensor, *, truncation: bool) -> Tensor:
+    """Weights of the tokens that may be drawn, int64 [R, V], of adjusted logits; rows' temperature is above zero."""
+    table, floats = slots.table[lines], slots.floats[lines]
+    weight = weights(logits, floats[:, INVERSE_TEMPERATURE])
+    if truncation:
+        weight = truncate(logits, weight, table[:, TOP_K], table[:, TOP_P], floats[:, MIN_P])
+    return weight
+
+
+def _edit(logits: Tensor, slots: SamplingSlots, lines: Tensor, num_output: Tensor) -> None:
+    """logit_bias, then min_tokens."""
+    table = slots.table[lines]
+    count = int(table[:, NUM_BIASES].amax())
+    present = torch.arange(count, device=logits.device) < table[:, NUM_BIASES, None]
+    rows, entries = present.nonzero(as_tuple=True)
+    logits[rows, slots.bias_ids[lines[rows], entries].long()] += slots.bias_values[lines[rows], entries]
+    count = int(table[:, NUM_STOPS].amax())
+    present = torch.arange(count, device=logits.device) < table[:, NUM_STOPS, None]
+    rows, entries = (present & (num_output < table[:, MIN_TOKENS])[:, None]).nonzero(as_tuple=True)
+    logits[rows, slots.stop_ids[lines[rows], entries].long()] = MASKED
+
+
+def _penalise(logits: Tensor, slots: SamplingSlots, lines: Tensor) -> None:
+    """Repetition (Keskar et al., "CTRL", 2019) over prompt and output; frequency and presence over the output."""
+    rows = (slots.table[lines, FLAGS] & HAS_PENALTIES != 0).nonzero()[:, 0]
+    if not len(rows):
+        return
+    assert slots.counts is not None
+    state = slots.counts[lines[rows], : logits.shape[1]]
+    floats = slots.floats[lines[rows], :, None]
+    x = logits[rows]
+    repeated = torch.where(x > 0, x * floats[:, INVERSE_REPETITION], x * floats[:, REPETITION])
+    x = torch.where(state != 0, repeated, x)
+    count = (state & COUNT_MASK).float()
+    x = x - floats[:, FREQUENCY] * count
+    logits[rows] = x - floats[:, PRESENCE] * (count > 0)
+
+
+def _keys(logits: Tensor) -> Tensor:
+    """int64 [R, V] in the order of (logit, lower id first), all different: high word the logit, low word the id."""
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (order.long() << 32) | (0x7FFFFFFF - ids)

@@ -1,0 +1,158 @@
+"""The second stage of a generation step: a step's logits become tokens and, where asked for, log probabilities.
+
+Order: logit_bias, min_tokens' mask, penalties, grammar mask, temperature, then min_p, top_k and top_p, the draw. Masks
+and biases commute; log probabilities are of the logits as the model gave them. Knows no model, no step plan, no text.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ipc.types import SamplingParams
+from rose.sampling.params import INVERSE_TEMPERATURE, Needs
+from rose.sampling.reference import TorchOps, processed_weights
+from rose.sampling.slots import SamplingSlots
+
+
+class Sampled(NamedTuple):
+    """The last three only where the step's needs say so. M is the sampler's max_logprobs."""
+
+    tokens: Tensor  # int32 [R]
+    logprobs: Tensor | None = None  # float32 [R], of the tokens
+    top_ids: Tensor | None = None  # int32 [R, M], most probable first, ties by lower id
+    top_logprobs: Tensor | None = None  # float32 [R, M]
+
+
+class SamplingOps(Protocol):
+    """The operations; `lines` int64 [R] are the rows' lines in the slots' tables."""
+
+    def adjust(
+        self,
+        logits: Tensor,
+        slots: SamplingSlots,
+        lines: Tensor,
+        num_output: Tensor,
+        bitmask: Tensor | None,
+        needs: Needs,
+    ) -> None:
+        """Biases, masks and penalties, in place."""
+
+    def choose(self, logits: Tensor, slots: SamplingSlots, lines: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+        """int32 [R]: the token drawn from each row of adjusted logits; the largest one's where it is greedy."""
+        ...
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 [R] of tokens int32 [R]; int32 and float32 [R, count] of the most probable."""
+        ...
+
+    def count(self, slots: SamplingSlots, lines: Tensor, ids: Tensor, is_output: Tensor) -> None:
+        """Counts tokens of slots that have penalties; all [T]."""
+
+
+class Sampler:
+    """Sampling of one rank. Rows of a step are given by slot; a negative slot, or max_num_seqs, is a padding row.
+
+    A row's token depends on its logits, parameters, counts, position and seed alone. A row whose logits are not
+    finite gets some token inside the vocabulary; saying that it failed is the caller's.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        max_logprobs: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        ops: SamplingOps | None = None,
+    ) -> None:
+        self._max_logprobs = min(max_logprobs, vocab_size)
+        self._ops = ops or TorchOps()
+        self.slots = SamplingSlots(
+            max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids), device=device
+        )
+
+    def admit(self, slot: int, params: SamplingParams) -> None:
+        """A sequence enters a slot: its parameters, and no tokens seen yet. Raises UnusableParams.
+
+        The copies go to the current stream, outside any capture.
+        """
+        self.slots.admit(slot, params)
+
+    def needs(self, slots: list[int]) -> Needs:
+        """Of a step with these rows, from what was admitted."""
+        return self.slots.needs(slots)
+
+    def observe(self, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
+        """Tokens that did not come from `sample`: prompts, prefix hits, and output of an earlier life.
+
+        slots, ids, is_output int32 [T]: one line a token; is_output is 0 for a prompt's. Free of cost while no slot
+        has penalties.
+        """
+        if self.slots.any_penalties:
+            self._ops.count(self.slots, self.slots.lines(slots), ids, is_output)
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        num_output: Tensor,
+        *,
+        needs: Needs,
+        bitmask: Tensor | None = None,
+    ) -> Sampled:
+        """Draws a token a row and counts it as output of its slot.
+
+        logits float32 [R, V], may be overwritten; slots int32 [R]; positions int32 [R] of the token to be drawn, the
+        generator's counter; num_output int32 [R], tokens put out so far; bitmask int32 [R, ceil(V / 32)], a bit
+        for each token that may come, lowest first. `needs` must cover every row's.
+        """
+        lines = self.slots.lines(slots)
+        changed = self._adjusted(logits, lines, num_output, needs, bitmask, keep=needs.logprobs)
+        tokens = self._ops.choose(changed, self.slots, lines, positions, needs)
+        if needs.penalties:
+            self._ops.count(self.slots, lines, tokens, torch.ones_like(tokens))
+        if not needs.logprobs:
+            return Sampled(tokens)
+        return Sampled(tokens, *self._ops.logprobs(logits, tokens, self._max_logprobs))
+
+    def probabilities(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        num_output: Tensor,
+        *,
+        needs: Needs,
+        bitmask: Tensor | None = None,
+    ) -> Tensor:
+        """The distribution that `sample` would draw from, float32 [R, V]; a greedy row is 1 at its largest logit.
+
+        Arguments as there; logits stay as they are, nothing is counted. In torch on any device, which it may wait for.
+        """
+        lines = self.slots.lines(slots)
+        changed = self._adjusted(logits, lines, num_output, needs, bitmask, keep=True)
+        greedy = self._ops.choose(changed, self.slots, lines, num_output, Needs())
+        result = torch.zeros_like(changed).scatter_(1, greedy.long()[:, None], 1.0)
+        rows = (self.slots.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+        weight = processed_weights(changed[rows], self.slots, lines[rows], truncation=needs.truncation)
+        total = weight.sum(1, keepdim=True)
+        result[rows] = torch.where(total > 0, weight.double() / total, result[rows]).float()
+        return result
+
+    def prompt_logprobs(self, logits: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log probabilities of a prompt's tokens: logits float32 [P, V], next_ids int32 [P].
+
+        float32 [P] of next_ids; int32 [P, M] and float32 [P, M] of the most probable, ties by lower id.
+        """
+        return self._ops.logprobs(logits, next_ids, self._max_logprobs)
+
+    def _adjusted(
+        self, logits: Tensor, lines: Tensor, num_output: Tensor, needs: Needs, bitmask: Tensor | None, *, keep: bool
+    ) -> Tensor:
+        """Biases, masks and penalties applied: in the same memory, or in a copy where that must be kept."""
+        if needs.edits or needs.penalties or bitmask is not None:
+            logits = logits.clone() if keep else logits
+            self._ops.adjust(logits, self.slots, lines, num_output, bitmask, needs)
+        return logits

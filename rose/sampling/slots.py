@@ -1,0 +1,92 @@
+"""What a slot's sampling keeps on the device: its parameters, its lists of tokens, and, for penalties, its counts.
+
+    table        int32 [S + 1, NUM_COLUMNS]       one line a slot (params.py); `floats` is the same memory
+    bias_ids     int32 [S + 1, MAX_BIASES], bias_values float32, stop_ids int32 [S + 1, MAX_STOPS]: first entries count
+    counts       int16 [S + 1, V rounded up to even]: bits 0-14 how often the slot put the token out, bit 15 whether
+                 its prompt has it
+
+The last line belongs to padding rows (slot negative, or S): greedy, without effect. `counts` costs 2 · V bytes a slot
+(152 k tokens, 256 slots: 78 MB) and is allocated when the first slot needs it, or ahead by `reserve`; its address then
+stays, so that captured graphs may hold it. A count saturates at about 2^14.
+"""
+
+import torch
+from torch import Tensor
+
+from ipc.types import SamplingParams
+from rose.sampling.params import (
+    MAX_BIASES,
+    MAX_STOPS,
+    NUM_COLUMNS,
+    Needs,
+    make_line,
+)
+
+IN_PROMPT = -(2**15)
+COUNT_MASK = 2**15 - 1
+COUNT_LIMIT = 2**14  # no more is added from here on; one launch adds less than as many again
+
+
+class SamplingSlots:
+    """Lines are written by copies on the current stream: after older steps, before younger ones."""
+
+    def __init__(
+        self, *, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        lines = max_num_seqs + 1
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = device
+        self._eos_token_ids = eos_token_ids
+        self._needs = [Needs()] * lines
+        self.table = torch.zeros(lines, NUM_COLUMNS, dtype=torch.int32, device=device)
+        self.floats = self.table.view(torch.float32)
+        self.bias_ids = torch.zeros(lines, MAX_BIASES, dtype=torch.int32, device=device)
+        self.bias_values = torch.zeros(lines, MAX_BIASES, dtype=torch.float32, device=device)
+        self.stop_ids = torch.zeros(lines, MAX_STOPS, dtype=torch.int32, device=device)
+        self.counts: Tensor | None = None
+
+    def admit(self, slot: int, params: SamplingParams) -> None:
+        """Raises UnusableParams; the slot is then as it was."""
+        line = make_line(params, self.vocab_size, self._eos_token_ids)
+        self._needs[slot] = Needs.of(params)
+        for target, values in (
+            (self.table, line.table),
+            (self.bias_ids, line.bias_ids),
+            (self.bias_values, line.bias_values),
+            (self.stop_ids, line.stop_ids),
+        ):
+            if len(values):
+                # from pageable memory: the driver takes the bytes before it returns, nobody waits for the device
+                target[slot, : len(values)].copy_(torch.from_numpy(values), non_blocking=True)
+        if self._needs[slot].penalties:
+            self.reserve()
+            assert self.counts is not None
+            self.counts[slot].zero_()
+
+    def reserve(self) -> None:
+        """Allocates what penalties need, `counts_bytes`, unless it is there."""
+        if self.counts is None:
+            self.counts = torch.zeros(len(self.table), self._row, dtype=torch.int16, device=self.device)
+
+    @property
+    def counts_bytes(self) -> int:
+        return 2 * len(self.table) * self._row
+
+    @property
+    def _row(self) -> int:
+        return self.vocab_size + self.vocab_size % 2  # kernels add to pairs
+
+    def needs(self, slots: list[int]) -> Needs:
+        """Of a step with these rows; negative slots are padding."""
+        return Needs.union(self._needs[slot] for slot in slots if slot >= 0)
+
+    @property
+    def any_penalties(self) -> bool:
+        """Whether some slot, of a sequence that may have ended, counts its tokens."""
+        return self.counts is not None and any(needs.penalties for needs in self._needs)
+
+    def lines(self, slots: Tensor) -> Tensor:
+        """Index of each slot's line, int64 [R]; padding gets the last."""
+        slots = slots.long()
+        return torch.where((slots < 0) | (slots > self.max_num_seqs), self.max_num_seqs, slots)
