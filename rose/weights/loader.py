@@ -1,4 +1,4 @@
-"""Streams a model's safetensors files into its parameters, one tensor at a time. Strict: nothing missing, nothing over.
+"""Streams a model's weight files into its parameters, one tensor at a time. Strict: nothing missing, nothing over.
 
 What it asks of a model (class or instance attributes): `fused` {our module: the file's modules, stacked}, `prefixes`
 that file names may carry, `unused` beginnings of names to leave alone, `tied` {parameter: the one it copies}.
@@ -19,15 +19,18 @@ _MAX_NAMED = 8  # tensors named in an error
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The model's safetensors files: one, or those an index names. Raises ModelError."""
+    """The model's safetensors files, one or those an index names, else its GGUF file. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
+    single, quantised = directory / "model.safetensors", directory / "model.gguf"
     if index.exists():
         files = [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    elif quantised.exists() and not single.exists():
+        return [quantised]
     else:
-        files = [directory / "model.safetensors"]
+        files = [single]
     for file in files:
         if not file.exists():
-            raise ModelError(f"{file} is missing: only safetensors weights are read; fetch or convert them")
+            raise ModelError(f"{file} is missing: fetch the model again, as safetensors or as model.gguf")
     return files
 
 
@@ -41,6 +44,11 @@ def load_weights(model: nn.Module, files: list[Path]) -> None:
 
 
 def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".gguf":
+        from rose.weights.gguf import stream_gguf  # others need not wait for its import
+
+        yield from stream_gguf(file, wanted)
+        return
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
