@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 from msgspec import Struct
 
 from services.config import find_config, load_config
@@ -29,6 +30,17 @@ READY_S = 120.0
 STOP_S = 30.0
 PR_SET_PDEATHSIG = 1
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+# what bouquet.toml says, but for the other models: they would share the cores
+ONE_MODEL = """\
+[[models]]
+name = "{name}"
+source = "{source}"
+
+[gateway]
+num_gateways = 2
+"""
 
 
 class StackFailed(RuntimeError):
@@ -50,20 +62,23 @@ class RunningStack(Struct, frozen=True):
         return sorted((self.run_dir / "logs").glob("*.log"))
 
 
-def default_model() -> tuple[str, Path]:
-    """Name and directory of the first model of the configuration; fetched where it is missing."""
+def default_model(name: str = "") -> tuple[str, Path]:
+    """Name and directory of the model `name` of the configuration, or of its first; fetched where it is missing."""
     config = load_config(find_config(None))
-    model = config.models[0]
+    model = config.model(name) if name else config.models[0]
     return model.name, resolve_source(model.source, Path(config.cache_dir), refresh=False, progress=_quiet)
 
 
 @contextmanager
-def real_stack(overrides: Sequence[str] = ()) -> Iterator[RunningStack]:
-    """The whole stack as a user runs it; `overrides` as after --set."""
-    name, _ = default_model()  # fetched before the clock starts
+def real_stack(overrides: Sequence[str] = (), model: str = "") -> Iterator[RunningStack]:
+    """A stack as a user runs it, of one model alone (see `default_model`); `overrides` as after --set."""
+    name, directory = default_model(model)  # fetched before the clock starts
     with _run_dir() as run_dir, ExitStack() as processes:
         port = free_port()
+        config = run_dir / "bench.toml"
+        config.write_text(ONE_MODEL.format(name=name, source=directory))
         command = [sys.executable, "-m", "services.cli", "up", "--foreground", "--run-dir", str(run_dir)]
+        command += ["--config", str(config)]
         for override in [f"gateway.port={port}", *overrides]:
             command += ["--set", override]
         (run_dir / "logs").mkdir()
@@ -82,7 +97,8 @@ def fake_rank_stack(rank_options: Sequence[str] = ()) -> Iterator[RunningStack]:
         port = free_port()
         overrides = [f"gateway.port={port}", "gateway.num_gateways=1", "models[0].replicas=1"]
         config = load_config(find_config(None), overrides, run_dir)
-        write_stack(config, {model.name: directory for model in config.models})
+        config = msgspec.structs.replace(config, models=[config.model(name)])
+        write_stack(config, {name: directory})
         common = ["--run-dir", str(run_dir)]
         commands = {
             "rank": ["tests.fakes.rank", *common, "--replica", replica, "--rank", "0", *rank_options],

@@ -8,6 +8,7 @@ from services.config import ServiceConfig
 from services.health import replica_status
 from services.stack import url
 
+QUESTION = "What is a tulip?"
 QUERY = "Which planet is known as the Red Planet?"
 DOCUMENTS = ["Venus is the hottest planet.", "Mars is called the Red Planet because of its rust."]
 
@@ -22,9 +23,13 @@ def greeting(config: ServiceConfig) -> str:
             lines += _curl(base, "/v1/embeddings", {"model": model.name, "input": ["Hello, world!"]})
         if task in ("embed", "score"):
             lines += _curl(base, "/v1/rerank", {"model": model.name, "query": QUERY, "documents": DOCUMENTS})
+        if task == "generate":
+            messages = [{"role": "user", "content": QUESTION}]
+            body = {"model": model.name, "messages": messages, "max_tokens": 64, "stream": True}
+            lines += _curl(base, "/v1/chat/completions", body, "-sN")
     return "\n".join([*lines, f"  curl -s {base}/v1/models", ""])
 
 
-def _curl(base: str, path: str, body: dict[str, object]) -> list[str]:
+def _curl(base: str, path: str, body: dict[str, object], options: str = "-s") -> list[str]:
     data = json.dumps(body, ensure_ascii=False)
-    return [f"  curl -s {base}{path} -H 'Content-Type: application/json' \\", f"    -d '{data}'", ""]
+    return [f"  curl {options} {base}{path} -H 'Content-Type: application/json' \\", f"    -d '{data}'", ""]

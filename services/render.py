@@ -1,6 +1,7 @@
 """Configuration → supervisord's configuration in the run directory: one file for the gateways, one per replica."""
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 from services.config import ModelConfig, ServiceConfig, visible_gpus
+from services.cores import crowded, on_cpu
 from services.placement import place
 from services.programs import (
     GATEWAY_GROUP,
@@ -29,7 +31,9 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 # A waiting OpenMP thread that spins for long takes the core from the process it waits for; one that sleeps at once
 # doubles the time of a short query. So it spins for some tens of microseconds. A rank's main thread computes nothing:
 # the threads of the forward pass ask for their cores themselves (rose.cpu_stream).
-_RANK = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
+_RANK = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_SPINNING = {"GOMP_SPINCOUNT": "20000"}
+_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}  # there are more threads than cores: another rank's has something to do
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -50,14 +54,14 @@ def gateway_config(config: ServiceConfig, run_dir: Path) -> str:
     return "\n".join([_group(GATEWAY_GROUP, programs, GATEWAY_PRIORITY), *sections])
 
 
-def replica_config(model: ModelConfig, replica: str, run_dir: Path) -> str:
+def replica_config(config: ServiceConfig, model: ModelConfig, replica: str, run_dir: Path) -> str:
     """The program file of one replica. Raises PlacementError if its ranks do not fit on the GPUs there are."""
     ranks = [rank_program(replica, rank) for rank in range(model.tensor_parallel_size)]
     scheduler = scheduler_program(replica)
     gpus = _choose_gpus(model, replica, run_dir)
     sections = []
     for rank, program in enumerate(ranks):
-        environment = dict(_RANK)
+        environment = _RANK | (_SLEEPING if crowded(config, num_cores()) else _SPINNING)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[rank]
         command = _main("rose_main", run_dir, model=model.name, replica=replica, rank=rank)
@@ -67,6 +71,11 @@ def replica_config(model: ModelConfig, replica: str, run_dir: Path) -> str:
     sections.append(_program(scheduler, run_dir, command, _ONE_THREAD, wait))
     share = f"; memory_fraction {model.rank.memory_fraction}\n"  # read back when the next replica is placed
     return "\n".join([share + _group(replica_group(replica), [*ranks, scheduler], REPLICA_PRIORITY), *sections])
+
+
+def num_cores() -> int:
+    """How many cores this process, and so every one that it starts, may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def programs_dir(run_dir: Path) -> Path:
@@ -79,8 +88,7 @@ def replica_file(run_dir: Path, replica: str) -> Path:
 
 def _choose_gpus(model: ModelConfig, replica: str, run_dir: Path) -> list[str]:
     """The ranks' GPUs, given what the replicas rendered so far have; none on CPU."""
-    gpus = [] if model.rank.device == "cpu" else visible_gpus()
-    if not gpus:
+    if on_cpu(model) or not (gpus := visible_gpus()):
         return []
     used = dict.fromkeys(gpus, 0.0)
     for file in programs_dir(run_dir).glob("*.conf"):

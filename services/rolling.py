@@ -90,7 +90,8 @@ class Rolling:
     def _add(self, model: ModelConfig) -> None:
         replica = read_replicas(self._run_dir).free_id(model.name)
         self._say(f"{replica}: starting")
-        write_private(replica_file(self._run_dir, replica), replica_config(model, replica, self._run_dir))
+        text = replica_config(self._config, model, replica, self._run_dir)
+        write_private(replica_file(self._run_dir, replica), text)
         try:
             self._client.add_group(replica_group(replica))
             self._start_replica(model, replica)  # a group that was there already may have been stopped

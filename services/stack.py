@@ -25,12 +25,13 @@ from pathlib import Path
 
 from ipc.addresses import config_file, crash_file, replica_id, replicas_file
 from services.config import RunConfig, ServiceConfig, write_run_config
+from services.cores import share_cores
 from services.crash_guard import read_history
 from services.files import write_private
 from services.health import http_ready, reachable
 from services.log_tail import last_lines
 from services.programs import Program, gateway_program, replica_programs
-from services.render import gateway_config, main_config, programs_dir, replica_config, replica_file
+from services.render import gateway_config, main_config, num_cores, programs_dir, replica_config, replica_file
 from services.replicas import ReplicaTable, write_replicas
 from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
@@ -73,6 +74,7 @@ def take_lock(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> int:
 def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
     """Cleans what a dead stack left and writes all files of a new one. The caller holds the lock."""
     run_dir = Path(config.run_dir)
+    config = share_cores(config, num_cores())
     clean(run_dir)
     for directory in (run_dir, programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
         _make_private(directory)
@@ -82,7 +84,7 @@ def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
     for model in config.models:
         for index in range(model.replicas):
             replica = replica_id(model.name, index)
-            write_private(replica_file(run_dir, replica), replica_config(model, replica, run_dir))
+            write_private(replica_file(run_dir, replica), replica_config(config, model, replica, run_dir))
             table.add(run_dir, model.name, replica)
     write_replicas(run_dir, table)
     write_private(programs_dir(run_dir) / "gateways.conf", gateway_config(config, run_dir))

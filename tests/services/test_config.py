@@ -33,7 +33,8 @@ def problems(raw: dict[str, Any]) -> list[str]:
 
 def test_the_default_file_is_valid() -> None:
     config = load_config(find_config(None))
-    assert [model.name for model in config.models] == ["all-minilm-l6-v2"]
+    assert [model.name for model in config.models] == ["all-minilm-l6-v2", "smollm2-135m-instruct"]
+    assert sum(model.rank.memory_fraction for model in config.models) <= 1  # both fit on one GPU
     assert (config.gateway.host, config.gateway.port) == ("127.0.0.1", 8080)
 
 

@@ -76,7 +76,6 @@ def test_every_program_restarts_and_stops_as_a_group(run_dir: Path) -> None:
         assert program.redirect_stderr
         assert program.stdout_logfile.startswith(f"{run_dir}/logs/")
         assert program.stdout_logfile_maxbytes > 0
-        assert "OMP_WAIT_POLICY" not in program.environment  # it would undo the ranks' short spinning
 
 
 def test_stop_waits_cover_the_drains(run_dir: Path) -> None:
@@ -87,12 +86,21 @@ def test_stop_waits_cover_the_drains(run_dir: Path) -> None:
     assert waits["n-0:rank-0"] == 10
 
 
-def test_threads(run_dir: Path) -> None:
+RANKS = {"org_m-1.5-0:rank-0", "org_m-1.5-1:rank-0", "n-0:rank-0"}
+
+
+@pytest.mark.parametrize(("num_cores", "spinning"), [(8, True), (7, False), (2, False)])
+def test_threads(num_cores: int, spinning: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks spin for a moment unless they have more threads than there are cores (two with 3, one with a third)."""
+    monkeypatch.setattr(render.os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     write_stack(build(run_dir), {"org/m-1.5": Path("/m"), "n": Path("/n")})
     programs = programs_of(parsed(run_dir))
     assert {program.environment["OMP_NUM_THREADS"] for program in programs.values()} == {"1"}
-    spinning = {name for name, program in programs.items() if "GOMP_SPINCOUNT" in program.environment}
-    assert spinning == {"org_m-1.5-0:rank-0", "org_m-1.5-1:rank-0", "n-0:rank-0"}
+    found = {
+        name: {full_name for full_name, program in programs.items() if name in program.environment}
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    assert found == {"GOMP_SPINCOUNT": RANKS if spinning else set(), "OMP_WAIT_POLICY": set() if spinning else RANKS}
 
 
 def test_supervisord_listens_in_the_run_directory_only(run_dir: Path) -> None:
@@ -123,16 +131,17 @@ def test_replicas_are_spread_over_gpus(run_dir: Path, monkeypatch: pytest.Monkey
     gpus = {name: p.environment.get("CUDA_VISIBLE_DEVICES") for name, p in programs_of(parsed(run_dir)).items()}
     assert [gpus["org_m-1.5-0:rank-0"], gpus["org_m-1.5-1:rank-0"], gpus["n-0:rank-0"]] == ["4", "6", "4"]
     assert gpus["gateways:gateway-0"] is None
-    text = render.replica_config(config.model("n"), "n/1", run_dir)
+    text = render.replica_config(config, config.model("n"), "n/1", run_dir)
     assert 'CUDA_VISIBLE_DEVICES="6"' in text
     (run_dir / "programs" / "n-1.conf").write_text(text)
     with pytest.raises(PlacementError, match=r"n/2 needs 0.50 of 1 GPU.*GPU 4: 1.00 taken, GPU 6: 1.00 taken"):
-        render.replica_config(config.model("n"), "n/2", run_dir)
+        render.replica_config(config, config.model("n"), "n/2", run_dir)
 
 
 def test_no_gpu_is_given_to_a_model_on_cpu(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    text = render.replica_config(build(run_dir, rank={"device": "cpu"}).model("n"), "n/0", run_dir)
+    config = build(run_dir, rank={"device": "cpu"})
+    text = render.replica_config(config, config.model("n"), "n/0", run_dir)
     assert "CUDA_VISIBLE_DEVICES" not in text
 
 
