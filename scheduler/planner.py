@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ipc.step import StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
-from ipc.submit import Rejected
+from ipc.submit import RejectCode, Rejected
 from ipc.types import ModelFacts
 from scheduler.config import SchedulerConfig
 from scheduler.quarantine import Quarantine
@@ -18,6 +18,11 @@ from scheduler.request import Request
 from scheduler.stats import Stats
 
 RANKS_AWAY = "ranks_away"  # a reason to abort: let other replicas have the work
+ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready", RANKS_AWAY: "not_ready"}
+
+
+class Diverged(RuntimeError):
+    """What a rank answered cannot be what it was asked: its state is another than the planner's."""
 
 
 class Reply(Struct, frozen=True):
@@ -45,7 +50,10 @@ class Planner(Protocol):
         """
 
     def apply(self, result: StepResult | StepFailed, arrays: Arrays, now: float) -> list[Reply]:
-        """Takes a step's outcome. `arrays` are views of its slot, valid during the call."""
+        """Takes a step's outcome. `arrays` are views of its slot, valid during the call.
+
+        Raises Diverged, with nothing of the step taken: the epoch must end.
+        """
 
     def abort(self, gateway: int, chunk_id: int | None, reason: str) -> list[Reply]:
         """Cancels one chunk, or with None all of a gateway's. No further step will contain it.

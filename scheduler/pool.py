@@ -6,12 +6,33 @@ steps, budgets or models.
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
+from ipc.submit import Submit
 from ipc.types import Priority
-from scheduler.request import Request
 
 
-class Pool:
+class Pooled(Protocol):
+    """What the pool must know of a request."""
+
+    @property
+    def submit(self) -> Submit: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def has_todo(self) -> bool:
+        """Whether some row of it waits to run."""
+
+
+R = TypeVar("R", bound=Pooled)
+
+
+class Pool(Generic[R]):
     """First come, first served within a class. Times are seconds on the monotonic clock."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -20,16 +41,16 @@ class Pool:
         self.num_requests = 0
         self.num_tokens = 0
         self.num_tokens_of: dict[Priority, int] = {"interactive": 0, "bulk": 0}
-        self._live: dict[int, dict[int, Request]] = {}  # gateway → chunk → request
-        self._queues: dict[Priority, OrderedDict[int, Request]] = {"interactive": OrderedDict(), "bulk": OrderedDict()}
+        self._live: dict[int, dict[int, R]] = {}  # gateway → chunk → request
+        self._queues: dict[Priority, OrderedDict[int, R]] = {"interactive": OrderedDict(), "bulk": OrderedDict()}
 
-    def find(self, gateway: int, chunk_id: int) -> Request | None:
+    def find(self, gateway: int, chunk_id: int) -> R | None:
         return self._live.get(gateway, {}).get(chunk_id)
 
-    def of_gateway(self, gateway: int) -> list[Request]:
+    def of_gateway(self, gateway: int) -> list[R]:
         return list(self._live.get(gateway, {}).values())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[R]:
         """Every live request. The pool must not change meanwhile."""
         return (request for chunks in self._live.values() for request in chunks.values())
 
@@ -45,15 +66,15 @@ class Pool:
         """Tokens that are computed before a request of that class that comes now, some of which are done already."""
         return self.num_tokens if priority == "bulk" else self.num_tokens_of["interactive"]
 
-    def add(self, request: Request) -> None:
+    def add(self, request: R) -> None:
         self._live.setdefault(request.submit.gateway, {})[request.submit.chunk_id] = request
         self.num_requests += 1
         self.num_tokens += request.num_tokens
         self.num_tokens_of[request.submit.priority] += request.num_tokens
-        if request.todo:
+        if request.has_todo:
             self._queue(request)[id(request)] = request
 
-    def close(self, request: Request) -> None:
+    def close(self, request: R) -> None:
         """Forgets a request: its terminal message has been taken."""
         chunks = self._live[request.submit.gateway]
         del chunks[request.submit.chunk_id]
@@ -64,17 +85,17 @@ class Pool:
         self.num_tokens_of[request.submit.priority] -= request.num_tokens
         self.dequeue(request)
 
-    def dequeue(self, request: Request) -> None:
+    def dequeue(self, request: R) -> None:
         """Takes it out of its queue, if it is there: it has no row to run."""
         self._queue(request).pop(id(request), None)
 
-    def put_front(self, request: Request) -> None:
+    def put_front(self, request: R) -> None:
         """Rows of it must run again, before all others of its class."""
         queue = self._queue(request)
         queue[id(request)] = request
         queue.move_to_end(id(request), last=False)
 
-    def head(self, priority: Priority, now: float, expired: list[Request]) -> Request | None:
+    def head(self, priority: Priority, now: float, expired: list[R]) -> R | None:
         """The first request of a class. Those whose deadline has passed leave the queue into `expired`."""
         queue = self._queues[priority]
         while queue:
@@ -85,5 +106,5 @@ class Pool:
             expired.append(request)
         return None
 
-    def _queue(self, request: Request) -> "OrderedDict[int, Request]":
+    def _queue(self, request: R) -> "OrderedDict[int, R]":
         return self._queues[request.submit.priority]

@@ -7,12 +7,15 @@ fingerprint covers token ids and everything else that shapes the computation. Ti
 import hashlib
 from collections import OrderedDict
 
+from msgspec.structs import replace
+
 from ipc.codec import encode
 from scheduler.request import Request
 
 DIGEST_BYTES = 16
 MAX_ENTRIES = 1024  # convicts; the oldest leave first
 MAX_SUSPECTS = 4096
+MAX_STRIKES = 2  # deaths while running alone
 
 
 class Quarantine:
@@ -101,10 +104,16 @@ def _forget(table: "OrderedDict[bytes, float] | OrderedDict[bytes, tuple[int, fl
         del table[found]
 
 
+def refusal_message(row: int) -> str:
+    return f"sequence {row} ended {MAX_STRIKES} processes while it ran alone: it is refused for a while"
+
+
 def fingerprint(request: Request, row: int) -> bytes:
-    """blake2b-128 of a row's ids, its token types and the output asked for."""
+    """blake2b-128 of a row's ids, its token types and the output asked for, but for a seed that was drawn at random."""
     type_starts = request.submit.type_starts
     digest = hashlib.blake2b(request.row_ids(row).tobytes(), digest_size=DIGEST_BYTES)
     digest.update(b"" if not type_starts else type_starts[row].to_bytes(8, "little"))
     digest.update(encode(request.submit.spec))
+    if request.submit.sampling is not None:
+        digest.update(encode(replace(request.submit.sampling, seed=None)))
     return digest.digest()

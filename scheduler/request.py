@@ -61,6 +61,14 @@ class Request:
         return self.cu_seqlens[-1]
 
     @property
+    def has_todo(self) -> bool:
+        return bool(self.todo)
+
+    @property
+    def num_retries(self) -> int:
+        return self._num_retries
+
+    @property
     def only_waits(self) -> bool:
         """Whether no row of it is in flight or held."""
         return self.num_done + sum(stop - start for start, stop in self.todo) == self.num_rows

@@ -13,20 +13,19 @@ from ipc.step_ring import Arrays
 from ipc.submit import RejectCode, Rejected
 from ipc.types import MAX_ATTEMPTS, ModelFacts
 from scheduler.config import SchedulerConfig
+from scheduler.door import RETRY_AFTER_MS, find_refusal
 from scheduler.embedding.arrays import read_rows, read_status, write_canary, write_rows
-from scheduler.embedding.budget import Room, Sharing
-from scheduler.embedding.door import Invalid, admit
-from scheduler.embedding.limits import MemoryLimit
+from scheduler.embedding.budget import StepFilling
+from scheduler.embedding.door import admit
 from scheduler.embedding.rate import Rate
-from scheduler.embedding.suspects import MAX_STRIKES, Suspects
-from scheduler.planner import RANKS_AWAY, Reply
+from scheduler.embedding.suspects import Suspects
+from scheduler.limits import MemoryLimit
+from scheduler.planner import ABORT_CODES, RANKS_AWAY, Reply
 from scheduler.pool import Pool
-from scheduler.quarantine import Quarantine
+from scheduler.quarantine import MAX_STRIKES, Quarantine, refusal_message
 from scheduler.request import Request, Run
+from scheduler.sharing import Room, Sharing
 from scheduler.stats import Stats
-
-RETRY_AFTER_MS = 1_000
-_ABORT_CODES: dict[str, RejectCode] = {"draining": "draining", "not_ready": "not_ready", RANKS_AWAY: "not_ready"}
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class EncodePlanner:
         self.config = config
         self._stats = stats
         self._quarantine = quarantine
-        self._pool = Pool(config.max_pending_requests, config.max_pending_tokens)
+        self._pool: Pool[Request] = Pool(config.max_pending_requests, config.max_pending_tokens)
         self._sharing = Sharing(config.bulk_share, config.bulk_wait_ms)
         self._in_flight: dict[int, _Step] = {}  # by step number, oldest first
         self._suspects = Suspects()
@@ -125,7 +124,7 @@ class EncodePlanner:
         if reason == RANKS_AWAY:
             requests = [request for request in requests if request.only_waits]
         for request in requests:
-            self._fail(request, _ABORT_CODES.get(reason, "aborted"), f"ended before it was done: {reason}")
+            self._fail(request, ABORT_CODES.get(reason, "aborted"), f"ended before it was done: {reason}")
         return self._replies(requests, now=0.0)
 
     def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
@@ -145,29 +144,16 @@ class EncodePlanner:
 
     def _refusal(self, request: Request, now: float) -> Rejected | None:
         """Why `request` cannot enter; None when it can, and then it is open."""
-        submit = request.submit
-        if request.deadline <= now:
-            return request.rejection("expired", "the deadline had passed when the request arrived")
-        if self._pool.find(submit.gateway, submit.chunk_id) is not None:
-            return request.rejection("invalid", f"chunk_id {submit.chunk_id} is in use: choose another")
-        try:
-            admit(request, self.facts)
-        except Invalid as error:
-            return request.rejection("invalid", str(error), error.index)
-        if request.num_tokens > self._pool.max_tokens:
-            return request.rejection(
-                "invalid",
-                f"the chunk has {request.num_tokens} tokens, the scheduler's pool holds {self._pool.max_tokens} "
-                "(max_pending_tokens): split it",
-            )
-        if not self._pool.has_room(request.num_tokens):
-            return request.rejection("full", "the scheduler's pool is full: come back later", None, RETRY_AFTER_MS)
-        late_s = now + self._rate.seconds_for(self._pool.num_tokens_before(submit.priority)) - request.deadline
+        refusal = find_refusal(request, self._pool, lambda request: admit(request, self.facts), now)
+        if refusal is not None:
+            return refusal
+        num_tokens = self._pool.num_tokens_before(request.submit.priority)
+        late_s = now + self._rate.seconds_for(num_tokens) - request.deadline
         if late_s > 0:
             message = "what waits already takes longer than this may: come back later"
             return request.rejection("full", message, None, max(RETRY_AFTER_MS, int(late_s * 1000)))
         row = self._quarantine.match(request, now)
-        return None if row is None else request.rejection("quarantined", _quarantined(row), row)
+        return None if row is None else request.rejection("quarantined", refusal_message(row), row)
 
     # --- the next step --------------------------------------------------------------------------------------
 
@@ -187,8 +173,10 @@ class EncodePlanner:
     def _next_batch(self, now: float, expired: list[Request]) -> _Step | None:
         limit, budget = self._limit, self.facts.max_num_batched_tokens
         room = Room(limit.num_seqs, budget, float(limit.num_tokens))
-        runs = self._sharing.fill(self._pool, room, self._last_step + 1, now, expired)
-        return _Step(self._last_step + 1, runs, alone=limit.active) if runs else None
+        filling = StepFilling(self._pool, room, self._last_step + 1, now)
+        self._sharing.fill(filling, now)
+        expired += filling.expired
+        return _Step(self._last_step + 1, filling.runs, alone=limit.active) if filling.runs else None
 
     def _expire(self, requests: list[Request], now: float) -> list[Reply]:
         for request in requests:
@@ -294,7 +282,7 @@ class EncodePlanner:
         if self._quarantine.strike(request, row, now) >= MAX_STRIKES:
             self._quarantine.convict(request, row, now)
             self._stats.num_quarantined += 1
-            self._fail(request, "quarantined", _quarantined(row), row)
+            self._fail(request, "quarantined", refusal_message(row), row)
 
     def _sweep(self, now: float) -> list[Reply]:
         """After news in the quarantine table: the same sequence must not end ranks from within the pool."""
@@ -305,7 +293,7 @@ class EncodePlanner:
         for request in self._pool:
             row = self._quarantine.match(request, now) if request.failure is None else None
             if row is not None:
-                self._fail(request, "quarantined", _quarantined(row), row)
+                self._fail(request, "quarantined", refusal_message(row), row)
                 found.append(request)
         return self._replies(found, now)
 
@@ -339,7 +327,3 @@ class EncodePlanner:
         self._stats.pending_requests = self._pool.num_requests
         self._stats.pending_tokens = self._pool.num_tokens
         self._stats.steps_in_flight = len(self._in_flight)
-
-
-def _quarantined(row: int) -> str:
-    return f"sequence {row} ended {MAX_STRIKES} processes while it ran alone: it is refused for a while"

@@ -7,15 +7,8 @@ from itertools import accumulate
 
 from ipc.sockets import MAX_MESSAGE_BYTES
 from ipc.types import ModelFacts, OutputSpec
+from scheduler.door import Invalid
 from scheduler.request import Request
-
-
-class Invalid(ValueError):
-    """The request can never run. `index` is the sequence at fault, where one is."""
-
-    def __init__(self, message: str, index: int | None = None) -> None:
-        super().__init__(message)
-        self.index = index
 
 
 def admit(request: Request, facts: ModelFacts) -> None:

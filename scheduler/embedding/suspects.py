@@ -7,8 +7,6 @@ from collections import deque
 
 from scheduler.request import Request, Run
 
-MAX_STRIKES = 2  # deaths while running alone
-
 
 class Suspects:
     """Held rows, one to a run, the oldest first."""

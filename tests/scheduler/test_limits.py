@@ -1,6 +1,6 @@
 """The size of steps after one ran out of memory."""
 
-from scheduler.embedding.limits import MemoryLimit
+from scheduler.limits import MemoryLimit
 
 
 def test_it_halves_and_doubles_and_never_exceeds_the_most() -> None:
