@@ -12,6 +12,7 @@ import zmq
 
 from gateway.balance import least_outstanding
 from gateway.errors import InternalError, NotReady, from_rejected
+from gateway.generate_job import ChoiceInput, Generation
 from gateway.job import Chunk, Job
 from gateway.link import HEARTBEAT_S, Link, Sender
 from gateway.metrics import Metrics
@@ -69,7 +70,7 @@ class ModelLinks:
 
 
 class SchedulerClient:
-    """Owns every link. Handlers call `facts` and `start`; the rest is for the process around them."""
+    """Owns every link. Handlers call `facts`, `start` and `generate`; the rest is for the process around them."""
 
     def __init__(self, models: list[str], sender: Sender, replica_wait_ms: int, metrics: Metrics) -> None:
         self._models = {name: ModelLinks(name) for name in models}
@@ -101,6 +102,14 @@ class SchedulerClient:
         for chunk in job.chunks:
             self._dispatch(model, chunk)
         return job
+
+    def generate(self, name: str, choices: list[ChoiceInput], priority: Priority, deadline: float) -> Generation:
+        """Sends a request's choices, each a chunk of its own; what becomes of them is read from the Generation."""
+        model = self._models[name]
+        generation = Generation(choices, priority, deadline, model.forget)
+        for chunk in generation.chunks:
+            self._dispatch(model, chunk)
+        return generation
 
     def update(self, replicas: Mapping[str, list[Replica]]) -> None:
         """Takes a new list of replicas: connects new ones, retires those that drain or are gone."""
@@ -171,7 +180,7 @@ class SchedulerClient:
         self._metrics.failovers += len(chunks)
         for chunk in chunks:
             chunk.attempt += 1
-            self._dispatch(self._by_link[link], chunk)
+            self._dispatch_again(self._by_link[link], chunk)
 
     def on_rejected(self, link: Link, chunk: Chunk, message: Rejected) -> None:
         self._metrics.count_rejected(message.code)
@@ -182,7 +191,7 @@ class SchedulerClient:
         chunk.given_back |= message.code == "not_ready"
         elsewhere = any(other.replica not in chunk.refused for other in model.live_links())
         if message.code in ("stale", "draining", "not_ready") or (message.code == "full" and elsewhere):
-            self._dispatch(model, chunk)
+            self._dispatch_again(model, chunk)
         else:
             chunk.job.failed(from_rejected(message, chunk.input.first))
 
@@ -219,6 +228,11 @@ class SchedulerClient:
             chunk.job.failed(model.not_ready())
         else:
             model.waiting[chunk] = self._loop.time()
+
+    def _dispatch_again(self, model: ModelLinks, chunk: Chunk) -> None:
+        """For a chunk that was on a link and came back unanswered."""
+        if chunk.job.may_restart(chunk):
+            self._dispatch(model, chunk)
 
     def _candidates(self, model: ModelLinks, chunk: Chunk) -> list[Link]:
         if self._closing:

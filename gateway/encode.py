@@ -9,7 +9,12 @@ from ipc.types import ModelFacts
 
 
 def token_limit(model: ServedModel, facts: ModelFacts) -> int:
-    """Tokens of one sequence, special tokens included: what files and running model both allow."""
+    """Tokens of one sequence, special tokens included: what files and running model both allow.
+
+    For generation the running model alone decides: tokenizers of language models name limits of other origins.
+    """
+    if facts.task == "generate":
+        return facts.max_model_len
     return min(model.max_seq_length or facts.max_model_len, facts.max_model_len)
 
 
@@ -44,7 +49,7 @@ def _encode_both_sides(task: ScoreTask, model: ServedModel, facts: ModelFacts) -
 def _encode_joined(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:
     field, limit = task.fields[2], token_limit(model, facts)
     for i, ids in enumerate(task.joined):
-        _check_ids(place(field, i), ids, facts)
+        check_ids(place(field, i), ids, facts)
         _check_length(place(field, i), len(ids), limit, "shorten it")
     if not model.uses_token_types:
         return Encoded(task.joined)
@@ -144,12 +149,13 @@ def _bare(field: str, inputs: list[Text], cut: int | None, model: ServedModel, f
         if isinstance(given, str):
             result.append(next(encoded))
         else:
-            _check_ids(place(field, i), given, facts)
+            check_ids(place(field, i), given, facts)
             result.append(given)
     return result
 
 
-def _check_ids(name: str, ids: list[int], facts: ModelFacts) -> None:
+def check_ids(name: str, ids: list[int], facts: ModelFacts) -> None:
+    """Raises InvalidRequest for an id beyond the vocabulary."""
     if max(ids) >= facts.vocab_size:
         at = next(i for i, token in enumerate(ids) if token >= facts.vocab_size)
         text = f"{name} has the token id {ids[at]} at place {at}; the model's vocabulary has {facts.vocab_size} tokens"

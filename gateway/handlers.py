@@ -7,43 +7,41 @@ from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
-from msgspec import Struct
 
+from gateway.call import INLINE_CHARS, Call
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
 from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, UnknownModel
+from gateway.generate import generate
 from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
 from gateway.models import ServedModel
 from gateway.split import split
 from gateway.state import GATEWAY, Gateway
-from gateway.tasks import EmbedOutcome, EmbedTask, Encoded, Outcome, Rows, ScoreOutcome, ScoreTask, Text, place
-from ipc.types import ModelFacts, OutputSpec, Priority, Timings
+from gateway.tasks import (
+    EmbedOutcome,
+    EmbedTask,
+    Encoded,
+    GenerateTask,
+    Outcome,
+    Rows,
+    ScoreOutcome,
+    ScoreTask,
+    Text,
+    place,
+)
+from ipc.types import ModelFacts, OutputSpec
 
 T = TypeVar("T", EmbedTask, ScoreTask)
-
-JSON_HEADERS = {"Content-Type": "application/json"}
-INLINE_CHARS = 1000  # about 0.3 ms of encoding; a thread's hand-over costs 0.1 ms and a loaded loop more
-
-
-class Call(Struct):
-    """One request on its way through this module."""
-
-    gateway: Gateway
-    model: ServedModel
-    facts: ModelFacts
-    priority: Priority
-    deadline: float  # on the loop's clock
-    tokenize_ms: float = 0.0
-    timings: Timings | None = None
 
 
 def task_handler(dialect: Dialect) -> Callable[[web.Request], Any]:
     """The handler of a dialect's route."""
 
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request: web.Request) -> web.StreamResponse:
         gateway = request.app[GATEWAY]
+        config = gateway.config
         with gateway.admission.slot():
-            time_ms = timeout_ms(request, gateway.config)
+            time_ms = timeout_ms(request, config.timeout_ms if dialect.events is None else config.generation_timeout_ms)
             deadline = asyncio.get_running_loop().time() + time_ms / 1000
             try:
                 async with asyncio.timeout_at(deadline):
@@ -54,7 +52,7 @@ def task_handler(dialect: Dialect) -> Callable[[web.Request], Any]:
     return handle
 
 
-async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, deadline: float) -> web.Response:
+async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, deadline: float) -> web.StreamResponse:
     urgency = priority(request)
     task = dialect.parse(await read_body(request, gateway.config))
     model = gateway.models.get(task.model)
@@ -68,7 +66,9 @@ async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, dead
             outcome = await embed(call, task)
         case ScoreTask():
             outcome = await score(call, task)
-    return web.Response(body=dialect.render(task, outcome), headers=_headers(call))
+        case GenerateTask():
+            return await generate(request, call, task, dialect)
+    return web.Response(body=dialect.render(task, outcome), headers=call.headers())
 
 
 async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:
@@ -178,15 +178,3 @@ def _cosines(rows: Rows, task: ScoreTask) -> list[float]:
     q, d = np.array(task.pairs).T
     cosines: list[float] = np.einsum("ij,ij->i", queries[q], documents[d]).tolist()
     return cosines
-
-
-def _headers(call: Call) -> dict[str, str]:
-    """JSON, and where the time went."""
-    timings = call.timings
-    if timings is None:
-        return JSON_HEADERS
-    return JSON_HEADERS | {
-        "X-Tokenize-Ms": f"{call.tokenize_ms:.2f}",
-        "X-Queue-Ms": f"{timings.queue_ms:.2f}",
-        "X-Compute-Ms": f"{timings.compute_ms:.2f}",
-    }

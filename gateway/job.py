@@ -1,13 +1,17 @@
-"""The work of one request on its way: a Job of Chunks. Knows neither sockets nor which replica would be best."""
+"""The work of one request on its way: chunks, and the Job of those for vectors (generate_job.py has the other).
+
+Knows neither sockets nor which replica would be best.
+"""
 
 import asyncio
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InternalError
 from gateway.split import ChunkInput
 from gateway.tasks import Rows
-from ipc.types import OutputSpec, Priority, Timings
+from ipc.submit import TokenDelta
+from ipc.types import OutputSpec, Priority, SamplingParams, Timings
 
 AbortReason = Literal["disconnect", "deadline", "stop"]
 
@@ -19,11 +23,28 @@ class Carrier(Protocol):
         """Forgets the chunk, and tells whoever works on it."""
 
 
+class Work(Protocol):
+    """What a chunk belongs to, and who hears what becomes of it. Each chunk ends once: answered in full, or failed."""
+
+    def succeeded(self, chunk: "Chunk", payload: bytes, row_bytes: int, timings: Timings) -> None:
+        """All rows of the chunk are here."""
+
+    def tokens(self, chunk: "Chunk", delta: TokenDelta) -> None:
+        """New tokens of the chunk; the last ones if the delta has a finish_reason."""
+
+    def failed(self, error: GatewayError) -> None:
+        """One of the chunks will not be answered, which ends the work."""
+
+    def may_restart(self, chunk: "Chunk") -> bool:
+        """Whether the chunk, lost on its way, is to be sent again from its start. If not, the work has failed."""
+
+
 class Chunk:
     """One chunk. `attempt` counts the replicas it was sent to and lost with, and the requeues there, together."""
 
     __slots__ = (
         "attempt",
+        "cache_salt",
         "cancelled",
         "carrier",
         "chunk_id",
@@ -33,13 +54,26 @@ class Chunk:
         "job",
         "priority",
         "refused",
+        "sampling",
         "spec",
     )
 
-    def __init__(self, job: "Job", work: ChunkInput, spec: OutputSpec, priority: Priority, deadline: float) -> None:
+    def __init__(
+        self,
+        job: Work,
+        work: ChunkInput,
+        priority: Priority,
+        deadline: float,
+        *,
+        spec: OutputSpec = OutputSpec(),  # noqa: B008 - frozen
+        sampling: SamplingParams | None = None,
+        cache_salt: bytes = b"",
+    ) -> None:
         self.job = job
         self.input = work
         self.spec = spec
+        self.sampling = sampling  # of a generation
+        self.cache_salt = cache_salt
         self.priority: Priority = priority
         self.deadline = deadline  # on the loop's clock
         self.attempt = 1
@@ -48,6 +82,14 @@ class Chunk:
         self.refused: set[str] = set()  # replicas whose pool was full
         self.given_back = False  # a replica had taken it, and lost its ranks
         self.cancelled = False
+
+    def abort(self, reason: AbortReason, forget: Callable[["Chunk"], object]) -> None:
+        """Ends the chunk wherever it is; `forget` is called if that is on no link. Harmless for one that has ended."""
+        self.cancelled = True
+        if self.carrier is None:
+            forget(self)
+        else:
+            self.carrier.abort(self, reason)
 
 
 class Job:
@@ -66,7 +108,7 @@ class Job:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.future: asyncio.Future[Rows] = loop.create_future()
-        self.chunks = [Chunk(self, work, spec, priority, deadline) for work in inputs]
+        self.chunks = [Chunk(self, work, priority, deadline, spec=spec) for work in inputs]
         self._forget = forget
         self._results: dict[int, tuple[bytes, Timings]] = {}  # by the chunk's first sequence
 
@@ -74,6 +116,12 @@ class Job:
         self._results[chunk.input.first] = (payload, timings)
         if len(self._results) == len(self.chunks) and not self.future.done():
             self.future.set_result(self._gather(row_bytes))
+
+    def tokens(self, chunk: Chunk, delta: TokenDelta) -> None:
+        self.failed(InternalError("a replica answered with tokens where vectors were asked for"))
+
+    def may_restart(self, chunk: Chunk) -> bool:
+        return True  # nothing of it has reached anybody
 
     def failed(self, error: GatewayError) -> None:
         if not self.future.done():
@@ -83,11 +131,7 @@ class Job:
     def abort(self, reason: AbortReason) -> None:
         """Ends what is still in flight or waiting."""
         for chunk in self.chunks:
-            chunk.cancelled = True
-            if chunk.carrier is None:
-                self._forget(chunk)
-            else:
-                chunk.carrier.abort(chunk, reason)
+            chunk.abort(reason, self._forget)
         if not self.future.cancel() and not self.future.cancelled():
             self.future.exception()  # seen, should nobody wait for it any more
 

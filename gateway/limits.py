@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.config import GatewayConfig
 from gateway.errors import InvalidRequest, Overloaded, SlowRequest, TooLarge, UnsupportedMedia
-from gateway.tasks import Text, place
+from gateway.tasks import GenerateTask, Text, place
 from ipc.types import Priority
 
 MAX_TIMEOUT_MS = 3_600_000
@@ -18,6 +18,8 @@ MEAN_CHARS_PER_TOKEN = 16  # of a whole request: real text has four or five
 MAX_BRACKETS = 1_000_000
 MAX_QUOTES = 4_000_000
 RETRY_AFTER_MS = 1000
+TRUNCATE_HINT = "shorten it or set truncate to true"
+MAX_ID_CHARS = 128
 
 
 class Admission:
@@ -86,11 +88,11 @@ def _body_too_large(config: GatewayConfig) -> TooLarge:
     return TooLarge(f"the body is larger than {config.max_body_bytes} bytes; send it in parts", code="body_too_large")
 
 
-def timeout_ms(request: web.Request, config: GatewayConfig) -> int:
-    """The request's time in all: X-Timeout-Ms, or what is configured. Raises InvalidRequest."""
+def timeout_ms(request: web.Request, usual_ms: int) -> int:
+    """The request's time in all: X-Timeout-Ms, or the usual one. Raises InvalidRequest."""
     value = request.headers.get("X-Timeout-Ms")
     if value is None:
-        return config.timeout_ms
+        return usual_ms
     if not (value.isascii() and value.isdigit() and len(value) < 10 and 0 < int(value) <= MAX_TIMEOUT_MS):
         text = f"X-Timeout-Ms is {value[:20]!r}; give whole milliseconds from 1 to {MAX_TIMEOUT_MS}"
         raise InvalidRequest(text, param="X-Timeout-Ms")
@@ -109,13 +111,34 @@ def priority(request: web.Request) -> Priority:
             raise InvalidRequest(text, param="X-Priority")
 
 
+def request_id(request: web.Request) -> dict[str, str]:
+    """The header that echoes the client's X-Request-Id, if it gave one that can be."""
+    value = request.headers.get("X-Request-Id")
+    return (
+        {"X-Request-Id": value[:MAX_ID_CHARS]} if value is not None and value.isascii() and value.isprintable() else {}
+    )
+
+
+def check_choices(task: GenerateTask, config: GatewayConfig) -> None:
+    """Raises InvalidRequest."""
+    if task.num_choices > config.max_choices:
+        param = "n" if task.n > 1 else "prompt"
+        text = f"the request asks for {task.num_choices} generations; at most {config.max_choices} are allowed in one"
+        raise InvalidRequest(text, param=param)
+    if len(task.stop) > config.max_stop_strings:
+        text = f"stop has {len(task.stop)} strings; at most {config.max_stop_strings} are allowed"
+        raise InvalidRequest(text, param="stop")
+
+
 def check_items(field: str, num_items: int, config: GatewayConfig) -> None:
     if num_items > config.max_items:
         text = f"{field} has {num_items} items; at most {config.max_items} are allowed in one request"
         raise TooLarge(text, param=field, code="too_many_items")
 
 
-def check_chars(field: str, texts: list[Text], max_tokens: int, truncate: bool, config: GatewayConfig) -> int:
+def check_chars(
+    field: str, texts: list[Text], max_tokens: int, truncate: bool, config: GatewayConfig, hint: str = TRUNCATE_HINT
+) -> int:
     """How many characters are to be encoded. Refuses what is too much by that, or by token ids, alone.
 
     Raises TooLarge.
@@ -130,7 +153,7 @@ def check_chars(field: str, texts: list[Text], max_tokens: int, truncate: bool, 
         if len(text) > one and not truncate:
             message = (
                 f"{place(field, i)} has {len(text)} characters, far more than the {max_tokens} tokens the model takes; "
-                "shorten it or set truncate to true"
+                f"{hint}"
             )
             raise TooLarge(message, param=place(field, i), code="text_too_long")
         total += min(len(text), cut) if truncate else len(text)

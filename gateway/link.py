@@ -22,7 +22,7 @@ from gateway.job import AbortReason, Chunk
 from ipc.codec import TO_GATEWAY, DecodeError, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
 from ipc.sockets import EventSocket, Frame, SocketError, dealer
-from ipc.submit import Abort, Rejected, Result, Submit
+from ipc.submit import Abort, Rejected, Result, Submit, TokenChunk
 from ipc.types import ModelFacts
 
 HEARTBEAT_S = 0.5
@@ -131,6 +131,8 @@ class Link:
             type_starts=work.type_starts,
             priority=chunk.priority,
             attempt=chunk.attempt,
+            sampling=chunk.sampling,
+            cache_salt=chunk.cache_salt,
         )
         self._socket.send([encode(header), work.frame])
         chunk.chunk_id, chunk.carrier = chunk_id, self
@@ -186,6 +188,8 @@ class Link:
             self._owner.on_late()
             return
         match message:
+            case TokenChunk():
+                self._on_tokens(message)
             case Result():
                 self._on_result(message, frames)
             case Status():
@@ -194,6 +198,17 @@ class Link:
                 self._on_rejected(message)
             case Quarantine():
                 self._owner.on_quarantine(self, message)
+
+    def _on_tokens(self, message: TokenChunk) -> None:
+        mine = message.gateway == self._sender.incarnation
+        for delta in message.deltas:
+            chunk = self.in_flight.get(delta.chunk_id) if mine else None
+            if chunk is None:
+                self._owner.on_late()
+                continue
+            if delta.finish_reason is not None:
+                self._release(delta.chunk_id)
+            chunk.job.tokens(chunk, delta)
 
     def _on_result(self, message: Result, frames: list[bytes]) -> None:
         chunk = self._release(message.chunk_id) if message.gateway == self._sender.incarnation else None

@@ -15,9 +15,9 @@ from gateway.errors import (
     kind_of,
     render_error,
 )
+from gateway.limits import request_id
 from gateway.state import GATEWAY
-
-MAX_ID_CHARS = 128
+from gateway.stream import EVENTS, EventStream
 
 
 def request_middleware(log: Callable[..., None]) -> Middleware:
@@ -32,7 +32,7 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
         try:
             response = await handler(request)
         except GatewayError as error:
-            response = error_response(error)
+            response = await _tell(request, error)
         except web.HTTPException as error:  # aiohttp's own, for targets that are no path
             kind = UnknownRoute if error.status == 404 else InvalidRequest
             response = error_response(kind(f"cannot serve this request: {error.reason}"))
@@ -40,18 +40,25 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
             raise  # the client is gone, nobody to tell
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this request only
             log("request_failed", level="error", route=_route(request), error=type(error).__name__, where=_where(error))
-            response = error_response(InternalError("the server made an error; it has been logged"))
+            response = await _tell(request, InternalError("the server made an error; it has been logged"))
         finally:
             metrics.in_flight -= 1
-        request_id = request.headers.get("X-Request-Id")
-        if request_id is not None and request_id.isascii() and request_id.isprintable():
-            response.headers["X-Request-Id"] = request_id[:MAX_ID_CHARS]
+        response.headers.update(request_id(request))
         if gateway.draining:
             response.force_close()
         metrics.count_request(_route(request), response.status, time.perf_counter() - start)
         return response
 
     return middleware
+
+
+async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse:
+    """The error as the answer, or as the last event of an answer that has begun."""
+    begun: EventStream | None = request.get(EVENTS)
+    if begun is None:
+        return error_response(error)
+    await begun.fail(error)
+    return begun.response
 
 
 def error_response(error: GatewayError) -> web.Response:

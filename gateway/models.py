@@ -9,6 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.detokenize import TokenBytes
 from gateway.template import Prompts, RerankTemplate
 from gateway.tokenize import TextTokenizer, TokenizerError
 
@@ -21,7 +23,9 @@ class ModelFilesError(ValueError):
 
 class ServedModel(Struct, frozen=True):
     """`max_seq_length` counts special tokens too; None: the files name no limit. Whether the model embeds or scores
-    is for its running replicas to say; should it score, `template` is its form if it has one, else plain pairs."""
+    is for its running replicas to say; should it score, `template` is its form if it has one, else plain pairs;
+    should it generate, `token_bytes` are what its tokens become, and `chat` what messages do (a template of no sources
+    if it has none). Both are None for files that no generating model has."""
 
     name: str
     tokenizer: TextTokenizer
@@ -29,6 +33,8 @@ class ServedModel(Struct, frozen=True):
     prompts: Prompts
     uses_token_types: bool
     template: RerankTemplate | None = None
+    token_bytes: TokenBytes | None = None
+    chat: ChatTemplate | None = None
 
 
 def load_model(name: str, directory: Path) -> ServedModel:
@@ -38,7 +44,8 @@ def load_model(name: str, directory: Path) -> ServedModel:
         raise ModelFilesError(f"model {name!r}: {directory / 'config.json'} is missing")
     try:
         tokenizer = TextTokenizer.from_file(directory / "tokenizer.json")
-    except TokenizerError as error:
+        token_bytes, chat = _read_generation(directory, tokenizer, required=_is_causal(config))
+    except (TokenizerError, ChatTemplateError) as error:
         raise ModelFilesError(f"model {name!r}: {error}") from None
     return ServedModel(
         name=name,
@@ -47,7 +54,21 @@ def load_model(name: str, directory: Path) -> ServedModel:
         prompts=Prompts.from_config(_read_json(directory / "config_sentence_transformers.json") or {}),
         uses_token_types=int(config.get("type_vocab_size", 1)) > 1 and tokenizer.pair.type_start is not None,
         template=RerankTemplate.of(tokenizer) if _is_causal(config) else None,
+        token_bytes=token_bytes,
+        chat=chat,
     )
+
+
+def _read_generation(
+    directory: Path, tokenizer: TextTokenizer, required: bool
+) -> tuple[TokenBytes | None, ChatTemplate | None]:
+    """What only a model that generates needs. Raises TokenizerError or ChatTemplateError if that is `required`."""
+    try:
+        return TokenBytes(tokenizer.original), ChatTemplate.read(directory)
+    except (TokenizerError, ChatTemplateError):
+        if required:
+            raise
+        return None, None
 
 
 def _is_causal(config: dict[str, Any]) -> bool:

@@ -1,13 +1,13 @@
 """What a request asks for and what comes of it, whatever the dialect it was written in."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ipc.types import OutputSpec, Timings
+from ipc.types import OutputSpec, SamplingParams, Timings
 
 Text = str | list[int]  # token ids are taken as given
 
@@ -47,7 +47,44 @@ class ScoreTask(Struct, frozen=True):
     fields: tuple[str, str, str] = ("query", "documents", "pairs")
 
 
-Task = EmbedTask | ScoreTask
+class ChatPrompt(Struct, frozen=True):
+    """A conversation for the model's chat template. Messages and tools are as templates take them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+class GenerateTask(Struct, frozen=True):
+    """`n` generations for every one of `prompts`, or for `chat`. Choice i is of prompt i // n.
+
+    `sampling` is what the ranks are asked for; max_tokens and the seed in it are set when the prompt's length is known:
+    `max_tokens`, or what is left of the context, but then no more than `usual_max_tokens`.
+    """
+
+    model: str
+    prompts: list[Text]
+    sampling: SamplingParams
+    chat: ChatPrompt | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    usual_max_tokens: int | None = None
+    stop: list[str] = []
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * (1 if self.chat is not None else len(self.prompts))
+
+
+Task = EmbedTask | ScoreTask | GenerateTask
 
 
 class Encoded(Struct):
@@ -96,3 +133,55 @@ class ScoreOutcome(Struct, frozen=True):
 
 
 Outcome = EmbedOutcome | ScoreOutcome
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
+
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+class TopToken(Struct, frozen=True):
+    text: str
+    bytes: bytes
+    logprob: float
+
+
+class TokenInfo(Struct, frozen=True):
+    """One token and how likely it was; a prompt's first has no likelihood. `offset` is where it begins in the text."""
+
+    text: str
+    bytes: bytes
+    logprob: float | None
+    top: list[TopToken]
+    offset: int
+
+
+class Piece(Struct):
+    """What one choice got since its last piece. `first`: it is the choice's first one."""
+
+    choice: int
+    text: str = ""
+    tokens: list[TokenInfo] = []
+    finish_reason: EndReason | None = None
+    first: bool = False
+
+
+class Usage(Struct, frozen=True):
+    num_prompt_tokens: int
+    num_tokens: int
+    num_cached_tokens: int
+
+
+class Head(Struct, frozen=True):
+    """What an answer says of itself, in each of its parts. `id` without the dialect's prefix."""
+
+    id: str
+    created: int  # seconds since 1970
+
+
+class GenerateOutcome(Struct, frozen=True):
+    """Each choice as the pieces it came in, in order."""
+
+    head: Head
+    choices: list[list[Piece]]
+    usage: Usage

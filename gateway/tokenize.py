@@ -52,6 +52,7 @@ class TextTokenizer:
         self.pair = _pair_frame(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.original = tokenizer  # for decoding
         if isinstance(tokenizer.model, Unigram):
             tokenizer = _without_special_pieces(tokenizer, set(self._special))
         tokenizer.encode_special_tokens = True  # text is text

@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw, Struct
 
 from gateway.errors import InvalidRequest
 from gateway.tasks import Text
@@ -13,6 +13,8 @@ T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | list[str | TokenId | list[TokenId]]
 
+_NAMES: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
+_NOT_A_NUMBER = re.compile(rb'"(?P<name>\w{1,64})"\s*:\s*[-+]?(?:NaN|Infinity)\b')
 _PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
 
@@ -28,6 +30,10 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
         names = [match for match in (path and path["path"], missing and missing["name"]) if match]
         raise InvalidRequest(_PATH.sub("", text), param=".".join(names) or None) from None
     except msgspec.DecodeError as error:
+        if found := _NOT_A_NUMBER.search(body):  # what some clients make of a number that is none
+            name = found["name"].decode()
+            text = f"{name} is not a number; leave it out or give one"
+            raise InvalidRequest(text, param=name, code="invalid_json") from None
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not valid JSON: it is not UTF-8", code="invalid_json") from None
@@ -43,6 +49,17 @@ def refuse_unsupported(body: Any, names: tuple[str, ...]) -> None:
             raise InvalidRequest(
                 f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
             )
+
+
+def refuse_unknown(kind: type[Struct], body: bytes) -> None:
+    """Fields that `kind` does not have: refused by name unless null. `body` is a valid one of that kind.
+
+    For requests in which a field that is ignored would change the answer. Raises InvalidRequest.
+    """
+    for name, value in _NAMES.decode(body).items():
+        if name not in kind.__struct_encode_fields__ and bytes(value) != b"null":
+            text = f"{name[:100]} is not supported by this server; leave it out"
+            raise InvalidRequest(text, param=name[:100], code="unsupported")
 
 
 def read_texts(field: str, value: Texts) -> list[Text]:

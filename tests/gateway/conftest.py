@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gateway.app import serve
 from gateway.config import GatewayConfig
 from ipc.types import ModelFacts
-from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.fake_scheduler import FakeScheduler, chat_facts
 
 WORDS = ["hello", "world", "what", "is", "a", "tulip", "the", "red", "flower", "query", "long", "un", "##able"]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -40,6 +40,37 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+CHAT_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE as language models have it: three special tokens, then a token for each byte and a few words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("e", "l"), ("l", "o"), ("el", "lo"), ("h", "ello"), ("Ġ", "w"), ("o", "r")]
+    vocab = [*CHAT_SPECIALS, *alphabet, *("".join(merge) for merge in merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(CHAT_SPECIALS)
+    return tokenizer
+
+
+def write_chat_model(directory: Path) -> Path:
+    """A language model's directory without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>", "model_max_length": 8192}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
 def write_model(directory: Path, **config: Any) -> Path:
     """A model directory without weights."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,6 +83,11 @@ def write_model(directory: Path, **config: Any) -> Path:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat"))
 
 
 def free_port() -> int:
@@ -161,6 +197,12 @@ async def make_stack(tmp_path: Path, tiny_dir: Path) -> AsyncIterator[MakeStack]
             await asyncio.wait_for(stack.task, 10)
         for scheduler in stack.schedulers.values():
             scheduler.close()
+
+
+@pytest_asyncio.fixture
+async def chat_stack(make_stack: MakeStack, chat_dir: Path) -> Stack:
+    """One language model `chat` at one fake scheduler."""
+    return await make_stack({"chat": (chat_dir, chat_facts())})
 
 
 @pytest_asyncio.fixture

@@ -1,4 +1,6 @@
-"""A scheduler without planner or ranks: answers every Submit with vectors that follow from its token ids."""
+"""A scheduler without planner or ranks: answers every Submit with vectors that follow from its token ids, or with
+tokens (fake_generation.py).
+"""
 
 import asyncio
 import hashlib
@@ -13,8 +15,9 @@ from numpy.typing import NDArray
 from ipc.codec import TO_SCHEDULER, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
 from ipc.sockets import EventSocket, router
-from ipc.submit import Abort, RejectCode, Rejected, Result, Submit
+from ipc.submit import Abort, RejectCode, Rejected, Result, Submit, TokenChunk
 from ipc.types import ModelFacts, Timings, new_incarnation
+from tests.gateway.fake_generation import Generations
 
 DIMENSION = 16
 
@@ -31,6 +34,15 @@ def facts(**changes: object) -> ModelFacts:
         "max_num_batched_tokens": 4096,
     }
     return ModelFacts(**(values | changes))  # type: ignore[arg-type]
+
+
+def chat_facts(**changes: object) -> ModelFacts:
+    """Of the model that conftest.write_chat_model writes."""
+    values = {
+        "name": "chat", "architecture": "LlamaForCausalLM", "task": "generate", "vocab_size": 300,
+        "max_model_len": 512, "dimension": 1, "num_blocks": 64, "eos_token_ids": (0, 2),
+    }  # fmt: skip
+    return facts(**(values | changes))
 
 
 def vector(ids: list[int], dimension: int = DIMENSION) -> NDArray[np.float32]:
@@ -63,6 +75,8 @@ class FakeScheduler:
         self.held: list[tuple[bytes, Submit, bytes]] = []
         self.stats: dict[str, ProcessStats] = {}
         self.gateways: set[bytes] = set()
+        self.generations = Generations(self._send_tokens, self.facts.eos_token_ids)
+        self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = EventSocket(router(self._context, endpoint), self._on_message, asyncio.get_running_loop())
 
@@ -71,6 +85,8 @@ class FakeScheduler:
         return cls(f"ipc://{path}", model_facts)
 
     def close(self) -> None:
+        self._closed = True
+        self.generations.free = False
         self._socket.close()
         self._context.term()
 
@@ -107,6 +123,10 @@ class FakeScheduler:
     def send_raw(self, frames: list[bytes]) -> None:
         self._socket.send(frames)
 
+    def _send_tokens(self, identity: bytes, message: TokenChunk) -> None:
+        if not self._closed:
+            self._socket.send([identity, encode(message)])
+
     def _status(self) -> Status:
         return Status(
             incarnation=self.incarnation,
@@ -132,6 +152,7 @@ class FakeScheduler:
                 self._socket.send([identity, encode(self._status())])
             case Abort() as abort:
                 self.aborts.append(abort)
+                self.generations.drop(abort.chunk_id)
                 self.held = [item for item in self.held if item[1].chunk_id != abort.chunk_id]
             case Quarantine() as quarantine:
                 self.quarantines.append(quarantine)
@@ -153,6 +174,8 @@ class FakeScheduler:
             refusal = Rejected(submit.gateway, submit.chunk_id, self.reject, "as told", index=0, attempt=submit.attempt)
         if refusal is not None:
             self._socket.send([identity, encode(refusal)])
+        elif submit.sampling is not None:
+            self.generations.add(identity, submit, frame)
         elif self.hold:
             self.held.append((identity, submit, frame))
         else:

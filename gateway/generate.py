@@ -1,0 +1,195 @@
+"""The path of a generation: encode, send every choice, and write what comes back, at once or at the end."""
+
+import asyncio
+import secrets
+import time
+
+from aiohttp import web
+
+from gateway.call import INLINE_CHARS, Call
+from gateway.dialects.registry import Dialect
+from gateway.errors import GatewayError, InvalidRequest
+from gateway.generate_job import Generation
+from gateway.generate_prompt import Prompt, choice_inputs, encode_prompts, prompt_name
+from gateway.generate_text import ChoiceText
+from gateway.limits import check_chars, check_choices, check_items, check_tokens
+from gateway.stream import KEEP_ALIVE, EventStream
+from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, Usage
+
+
+async def generate(request: web.Request, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
+    """Raises GatewayError; if the answer has begun, the middleware makes its last event of it."""
+    check_model(call, task)
+    check_choices(task, call.gateway.config)
+    prompts = await _encode(call, task)
+    generation = _start(call, task, prompts)
+    try:
+        choices = Choices(call, task, prompts, generation)
+        head = Head(secrets.token_hex(12), int(time.time()))
+        if task.stream:
+            return await _stream(request, call, task, dialect, choices, head)
+        outcome = GenerateOutcome(head, await _collect(choices), choices.usage())
+        return web.Response(body=dialect.render(task, outcome), headers=call.headers())
+    except asyncio.CancelledError:
+        generation.abort("deadline" if asyncio.get_running_loop().time() >= call.deadline else "disconnect")
+        raise
+    except GatewayError as error:
+        if error.index is not None:
+            error.param = prompt_name(task, error.index)
+            error.message = f"{error.param}: {error.message}"
+        raise
+    finally:
+        generation.abort("disconnect")  # of what has ended, nothing is left to abort
+
+
+def check_model(call: Call, task: GenerateTask) -> None:
+    """Whether the model does what is asked for at all. Raises InvalidRequest."""
+    name, facts = call.model.name, call.facts
+    if facts.task != "generate":
+        text = f"{name!r} does not generate text; it is a model for {facts.task}"
+        raise InvalidRequest(text, param="model")
+    if call.model.token_bytes is None or call.model.chat is None:
+        text = f"the tokenizer of {name!r} cannot turn tokens into text one by one, so it cannot be used here"
+        raise InvalidRequest(text, param="model")
+    sampling = task.sampling
+    if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:
+        param = "logprobs" if task.chat is None else "top_logprobs"
+        text = f"{param} is {sampling.logprobs}; this model gives at most {facts.max_logprobs}"
+        raise InvalidRequest(text, param=param)
+    for param, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if ids and max(ids) >= facts.vocab_size:
+            text = f"{param} has the token id {max(ids)}; the model's vocabulary has {facts.vocab_size} tokens"
+            raise InvalidRequest(text, param=param, code="token_out_of_range")
+
+
+async def _encode(call: Call, task: GenerateTask) -> list[Prompt]:
+    """Prompts as token ids, made on the pool unless there is little to do."""
+    config = call.gateway.config
+    start = time.perf_counter()
+    if task.chat is None:
+        check_items("prompt", len(task.prompts), config)
+        num_chars = check_chars("prompt", task.prompts, call.facts.max_model_len, False, config, "shorten it")
+    else:
+        texts: list[Text] = [message["content"] for message in task.chat.messages if message.get("content")]
+        num_chars = check_chars("messages", texts, call.facts.max_model_len, False, config, "shorten it")
+    if num_chars <= INLINE_CHARS and (task.chat is None or not task.chat.tools):
+        prompts = encode_prompts(task, call.model, call.facts)
+    else:
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(call.gateway.pool, encode_prompts, task, call.model, call.facts)
+    seconds = time.perf_counter() - start
+    call.tokenize_ms = seconds * 1000
+    call.gateway.metrics.tokenize_seconds.observe(seconds)
+    return prompts
+
+
+def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:
+    gateway = call.gateway
+    num_tokens = task.n * sum(len(prompt.input_ids) for prompt in prompts)
+    check_tokens(num_tokens, gateway.config)
+    gateway.metrics.prompt_tokens += num_tokens
+    salt = gateway.config.cache_salt if task.cache_salt is None else task.cache_salt
+    inputs = choice_inputs(task, prompts, call.facts, salt)
+    return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline)
+
+
+class Choices:
+    """All choices of one request, from tokens to pieces of text."""
+
+    def __init__(self, call: Call, task: GenerateTask, prompts: list[Prompt], generation: Generation) -> None:
+        self._call = call
+        self._task = task
+        self._prompts = prompts
+        self._generation = generation
+        self._texts = [self._text(i) for i in range(task.num_choices)]
+        self._open = set(range(task.num_choices))
+        self._metrics = call.gateway.metrics
+        self._started_at = time.perf_counter()
+        self._told_at: dict[int, float] = {}
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    async def next(self) -> list[Piece]:
+        """Waits for news, and gives what the client gets to see of it, at most one piece a choice."""
+        pieces = []
+        for index, news in (await self._generation.news()).items():
+            if news.restarted:
+                self._texts[index] = self._text(index)
+            for delta in news.deltas:
+                if index not in self._open:
+                    break  # its stop string came in the delta before
+                if delta.tokens:
+                    self._observe(index, len(delta.tokens))
+                if delta.timings is not None:
+                    self._call.timings = delta.timings
+                piece = self._texts[index].add(delta)
+                if piece is None:
+                    continue
+                if piece.finish_reason is not None:
+                    self._open.discard(index)
+                    self._generation.end(index)
+                    self._metrics.count_generation(piece.finish_reason)
+                pieces.append(piece)
+        return pieces
+
+    def streamed(self, pieces: list[Piece]) -> None:
+        """The client is about to get these: their choices cannot begin anew."""
+        self._generation.streamed.update(piece.choice for piece in pieces)
+
+    def usage(self) -> Usage:
+        """Prompts count once, however many choices they have."""
+        return Usage(
+            num_prompt_tokens=sum(len(prompt.input_ids) for prompt in self._prompts),
+            num_tokens=sum(text.num_tokens for text in self._texts),
+            num_cached_tokens=sum(text.num_cached_tokens for text in self._texts[:: self._task.n]),
+        )
+
+    def _text(self, index: int) -> ChoiceText:
+        prompt = self._prompts[index // self._task.n]
+        assert self._call.model.token_bytes is not None, "check_model has seen it"
+        return ChoiceText(index, self._task, self._call.model.token_bytes, prompt.input_ids, prompt.text)
+
+    def _observe(self, index: int, num_tokens: int) -> None:
+        now = time.perf_counter()
+        before = self._told_at.get(index)
+        self._told_at[index] = now
+        self._metrics.generated_tokens += num_tokens
+        if before is None:
+            self._metrics.first_token_seconds.observe(now - self._started_at)
+        else:
+            self._metrics.inter_token_seconds.observe((now - before) / num_tokens)
+
+
+async def _collect(choices: Choices) -> list[list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    while not choices.done:
+        for piece in await choices.next():
+            if piece.first:
+                found[piece.choice] = []
+            found[piece.choice].append(piece)
+    return [found[i] for i in sorted(found)]
+
+
+async def _stream(
+    request: web.Request, call: Call, task: GenerateTask, dialect: Dialect, choices: Choices, head: Head
+) -> web.StreamResponse:
+    assert dialect.events is not None, "only its routes give a GenerateTask"
+    events = dialect.events(task, head)
+    stream = EventStream(request, {"X-Tokenize-Ms": f"{call.tokenize_ms:.2f}"})
+    quiet_s = call.gateway.config.keep_alive_ms / 1000
+    while not choices.done:
+        try:
+            async with asyncio.timeout(quiet_s):
+                pieces = await choices.next()
+        except TimeoutError:
+            await stream.send(KEEP_ALIVE)
+            continue
+        if pieces:
+            choices.streamed(pieces)
+            await stream.send(events.pieces(pieces))
+    if task.include_usage:
+        await stream.send(events.usage(choices.usage()))
+    await stream.end()
+    return stream.response

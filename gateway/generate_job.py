@@ -1,0 +1,118 @@
+"""A generation on its way: one chunk for each of a request's choices, and what is new of them.
+
+The counterpart of job.Job. Knows token ids, no text; nor which replica would be best.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from gateway.errors import GatewayError, InternalError, NotReady
+from gateway.job import AbortReason, Chunk
+from gateway.split import ChunkInput
+from ipc.submit import TokenDelta
+from ipc.types import Priority, SamplingParams, Timings
+
+
+class ChoiceInput(Struct):
+    """What one choice is made of. `prompt` is the place of its prompt in the request, for errors."""
+
+    prompt: int
+    input_ids: bytes  # int32
+    num_tokens: int
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+
+
+class News(Struct):
+    """What came for one choice since the last look. `restarted`: forget what came before, the choice began anew."""
+
+    deltas: list[TokenDelta]
+    restarted: bool = False
+
+
+class Generation:
+    """The choices of one request: all of them to their ends, or an error and the rest aborted.
+
+    A choice lost on its way begins anew elsewhere, unless something of it was `streamed` to the client.
+    """
+
+    def __init__(
+        self, choices: list[ChoiceInput], priority: Priority, deadline: float, forget: Callable[[Chunk], object]
+    ) -> None:
+        self.chunks = [
+            Chunk(
+                self,
+                ChunkInput(choice.prompt, [choice.num_tokens], choice.input_ids, [], choice.num_tokens),
+                priority,
+                deadline,
+                sampling=choice.sampling,
+                cache_salt=choice.cache_salt,
+            )
+            for choice in choices
+        ]
+        self.streamed: set[int] = set()  # choices of which the client has seen something
+        self._index = {chunk: i for i, chunk in enumerate(self.chunks)}
+        self._forget = forget
+        self._news: dict[int, News] = {}
+        self._error: GatewayError | None = None
+        self._changed = asyncio.Event()
+
+    async def news(self) -> dict[int, News]:
+        """Waits for something new, and takes it; by choice. Raises the GatewayError that ended the generation.
+
+        What is not taken is kept: at most the tokens that the request asked for.
+        """
+        while not self._news or self._error is not None:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        news, self._news = self._news, {}
+        return news
+
+    def end(self, index: int) -> None:
+        """The choice has all it needs, by a stop string: nothing more is wanted of it."""
+        self._news.pop(index, None)
+        self.chunks[index].abort("stop", self._forget)
+
+    def abort(self, reason: AbortReason) -> None:
+        """Ends what is still in flight or waiting."""
+        for chunk in self.chunks:
+            chunk.abort(reason, self._forget)
+
+    # ── what the client tells ───────────────────────────────────────────────────────────────────────────────
+
+    def tokens(self, chunk: Chunk, delta: TokenDelta) -> None:
+        if delta.finish_reason == "abort":
+            self.failed(InternalError("the generation was ended by the server; try again"))
+            return
+        index = self._index[chunk]
+        news = self._news.get(index)
+        if news is None:
+            self._news[index] = News([delta])
+            self._changed.set()
+        else:
+            news.deltas.append(delta)
+
+    def succeeded(self, chunk: Chunk, payload: bytes, row_bytes: int, timings: Timings) -> None:
+        self.failed(InternalError("a replica answered with vectors where tokens were asked for"))
+
+    def failed(self, error: GatewayError) -> None:
+        if self._error is None:
+            self._error = error
+            self._changed.set()
+            self.abort("stop")
+
+    def may_restart(self, chunk: Chunk) -> bool:
+        if chunk.cancelled:
+            return False
+        index = self._index[chunk]
+        if index in self.streamed:
+            text = "the replica that generated this was lost after a part of the answer was sent; ask again"
+            self.failed(NotReady(text, code="replica_lost", retry_after_ms=1000))
+            return False
+        self._news[index] = News([], restarted=True)
+        self._changed.set()
+        return True

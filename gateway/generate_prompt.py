@@ -1,0 +1,118 @@
+"""A generation's prompts to token ids: text, token ids as given, or a conversation put into the model's template.
+
+Pure; runs on any thread.
+"""
+
+import secrets
+from array import array
+
+import msgspec
+from msgspec import Struct
+
+from gateway.chat_template import Segment, prompt_ids
+from gateway.encode import check_ids
+from gateway.errors import InvalidRequest
+from gateway.generate_job import ChoiceInput
+from gateway.models import ServedModel
+from gateway.tasks import ChatPrompt, GenerateTask, place
+from ipc.types import ModelFacts
+
+
+class Prompt(Struct):
+    """`text` as the client gave it, None for token ids."""
+
+    input_ids: list[int]
+    text: str | None = None
+
+
+def encode_prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[Prompt]:
+    """Raises InvalidRequest, naming the prompt that is too long and why."""
+    if task.chat is not None:
+        prompts = [_chat_prompt(task.chat, model)]
+    else:
+        prompts = _prompts(task, model, facts)
+    for i, prompt in enumerate(prompts):
+        _check_length(prompt_name(task, i), len(prompt.input_ids), task, facts)
+    return prompts
+
+
+def _prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[Prompt]:
+    texts = [text for text in task.prompts if isinstance(text, str)]
+    encoded = iter(model.tokenizer.encode(texts))
+    prompts = []
+    for i, given in enumerate(task.prompts):
+        if isinstance(given, str):
+            ids = model.tokenizer.single.prefix + next(encoded)  # what ends a text would end the generation, too
+            if not ids:
+                name = prompt_name(task, i)
+                raise InvalidRequest(f"{name} has no tokens; give some text", param=name)
+            prompts.append(Prompt(ids, given))
+        else:
+            check_ids(prompt_name(task, i), given, facts)
+            prompts.append(Prompt(given))
+    return prompts
+
+
+def _chat_prompt(chat: ChatPrompt, model: ServedModel) -> Prompt:
+    assert model.chat is not None, "checked before: the model's files are those of one that generates"
+    segments = model.chat.segments(chat.messages, chat.tools, chat.add_generation_prompt, **chat.template_kwargs)
+    if chat.continue_final_message:
+        segments = _cut_behind(segments, chat.messages[-1]["content"].strip())
+    ids = prompt_ids(model.tokenizer, segments)
+    if not ids:
+        raise InvalidRequest("the model's chat template makes no text of these messages", param="messages")
+    return Prompt(ids, "".join(segment.text for segment in segments))
+
+
+def _cut_behind(segments: list[Segment], content: str) -> list[Segment]:
+    """The prompt up to the end of the last message's content, so that the model goes on with it."""
+    for i in range(len(segments) - 1, -1, -1):
+        at = segments[i].text.rfind(content)
+        if at >= 0 and not segments[i].special:
+            return [*segments[:i], Segment(segments[i].text[: at + len(content)], False)]
+    text = "the model's chat template does not show the last message as it is, so it cannot be continued"
+    raise InvalidRequest(text, param="continue_final_message")
+
+
+def _check_length(name: str, num_prompt: int, task: GenerateTask, facts: ModelFacts) -> None:
+    limit = facts.max_model_len
+    asked = task.max_tokens
+    if asked is not None and num_prompt + asked > limit:
+        text = (
+            f"{name} has {num_prompt} tokens and max_tokens is {asked}: {num_prompt} + {asked} = {num_prompt + asked}, "
+            f"but the model's context holds {limit}; shorten the prompt or lower max_tokens"
+        )
+        raise InvalidRequest(text, param=name, code="context_length_exceeded")
+    if num_prompt >= limit:
+        text = (
+            f"{name} has {num_prompt} tokens; the model's context of {limit} leaves no room for an answer; shorten it"
+        )
+        raise InvalidRequest(text, param=name, code="context_length_exceeded")
+
+
+def choice_inputs(task: GenerateTask, prompts: list[Prompt], facts: ModelFacts, cache_salt: str) -> list[ChoiceInput]:
+    """One for each choice, in their order. Seeds are drawn where none is given: a choice that must begin anew
+    elsewhere takes the same ones."""
+    choices = []
+    for i, prompt in enumerate(prompts):
+        left = facts.max_model_len - len(prompt.input_ids)
+        usual = left if task.usual_max_tokens is None else min(task.usual_max_tokens, left)
+        max_tokens = usual if task.max_tokens is None else max(task.max_tokens, 1)
+        seed = task.sampling.seed if task.sampling.seed is not None else secrets.randbits(63)
+        frame = array("i", prompt.input_ids).tobytes()
+        for j in range(task.n):
+            sampling = msgspec.structs.replace(task.sampling, max_tokens=max_tokens, seed=_wrap(seed + j))
+            choices.append(ChoiceInput(i, frame, len(prompt.input_ids), sampling, cache_salt.encode()))
+    return choices
+
+
+def _wrap(seed: int) -> int:
+    """`seed` as a signed 64-bit number."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def prompt_name(task: GenerateTask, index: int) -> str:
+    """How an error calls a prompt."""
+    if task.chat is not None:
+        return "messages"
+    return "prompt" if len(task.prompts) == 1 else place("prompt", index)
