@@ -1,0 +1,88 @@
+"""Rows of a step from the slots' state, and the state after it, against rose.slots in torch."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ipc.types import ModelFacts
+from rose.generate_batch import spans
+from rose.kernels.slot_rows import DecodeRows, advance_rows, slot_rows
+from rose.slots import Slots
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FACTS = ModelFacts(
+    name="test", architecture="test", task="generate", vocab_size=97, max_model_len=40, dimension=1, max_num_seqs=6,
+    max_num_batched_tokens=64, num_blocks=30, block_size=4, max_draft_tokens=3,
+)  # fmt: skip
+NOBODY = FACTS.max_num_seqs
+
+
+def int32s(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def filled_slots() -> Slots:
+    """Decoding sequences: one just begun, one at its last position, one that has gone past it, and others."""
+    torch.manual_seed(0)
+    slots = Slots(FACTS, FACTS.num_blocks, DEVICE)
+    slots.ids.random_(0, FACTS.vocab_size)
+    computed = int32s([0, 3, 17, 39, 43, 8, 0])
+    slots.num_computed.copy_(computed)
+    slots.num_tokens.copy_(computed + 1)
+    slots.num_prompt.copy_(int32s([1, 2, 9, 30, 40, 8, 0]))
+    order = torch.randperm(FACTS.num_blocks).int()
+    for slot, count in enumerate((1, 1, 5, 10, 10, 2)):
+        slots.block_table[slot, :count] = order[:count].to(DEVICE)
+        order = order[count:]
+    return slots
+
+
+def decode_rows(slots: Slots, row_slots: list[int], q: int) -> DecodeRows:
+    count = len(row_slots)
+    empty = [torch.full((n,), -7, dtype=torch.int32, device=DEVICE) for n in (count * q,) * 3 + (count + 1, count)]
+    table = torch.full((count, slots.block_table.shape[1]), -7, dtype=torch.int32, device=DEVICE)
+    counts = [torch.full((count,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    return DecodeRows(int32s(row_slots), *empty, table, *counts)
+
+
+@pytest.mark.parametrize("q", [1, 3, 4])
+def test_rows(q: int) -> None:
+    slots = filled_slots()
+    row_slots = [2, 0, 4, 3, 5]
+    rows = decode_rows(slots, [*row_slots, NOBODY, NOBODY], q)
+    slot_rows(slots, rows)
+    expected = slots.inputs(int32s(row_slots), spans(np.full(5, q), DEVICE), q, 99)
+    used, paged = 5 * q, expected.paged
+    assert torch.equal(rows.input_ids[:used], expected.input_ids)
+    assert torch.equal(rows.positions[:used], expected.positions)
+    assert torch.equal(rows.slot_mapping[:used], paged.slot_mapping)
+    assert torch.equal(rows.cu_seqlens_q, int32s(range(0, 7 * q + 1, q)))
+    assert torch.equal(rows.kv_lengths[:5], paged.kv_lengths)
+    assert torch.equal(rows.block_table[:5], paged.block_table)
+    assert torch.equal(rows.num_known[:5], slots.num_tokens[row_slots])
+    assert torch.equal(rows.num_output[:5], (slots.num_tokens - slots.num_prompt)[row_slots])
+    for padding in (rows.kv_lengths, rows.num_known, rows.num_output):
+        assert (padding[5:] == 0).all()
+    assert (rows.input_ids[used:] == 0).all()
+    assert (rows.positions[used:] == 0).all()
+    assert (rows.slot_mapping[used:] // FACTS.block_size == FACTS.num_blocks).all()
+    assert (rows.block_table[5:] == FACTS.num_blocks).all()
+
+
+@pytest.mark.parametrize("num_new", [[1, 1, 1, 1], [1, 4, 2, 3], [0, 1, 4, 0]])
+def test_advance(num_new: list[int]) -> None:
+    """Rows that got nothing failed; a row past its sequence's end writes nothing outside."""
+    mine, torchs = filled_slots(), filled_slots()
+    row_slots, tokens = [2, 0, 4, 5], torch.randint(0, 97, (6, 4), dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((6,), -7, dtype=torch.int32, device=DEVICE)
+    before = mine.ids.clone()
+    advance_rows(mine, int32s([*row_slots, NOBODY, NOBODY]), tokens, int32s([*num_new, 1, 1]), lengths)
+    expected = torchs.advance(int32s(row_slots), int32s([0] * 4), tokens[:4], int32s(num_new))
+    assert torch.equal(lengths[:4], expected)
+    assert (lengths[4:] == 0).all()
+    assert torch.equal(mine.num_tokens[:-1], torchs.num_tokens[:-1])
+    assert torch.equal(mine.num_computed[:-1], torchs.num_computed[:-1])
+    for slot, length in enumerate(mine.num_tokens[:-1].tolist()):
+        assert torch.equal(mine.ids[slot, :length], torchs.ids[slot, :length])
+        assert torch.equal(mine.ids[slot, length:], before[slot, length:])
