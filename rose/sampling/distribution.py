@@ -22,8 +22,8 @@ EXP2_COEFFICIENTS = (
     0.6931470632553101, 0.2402293086051941, 0.055485282093286514, 0.009675451554358006, 0.0012467846972867846,
     0.00021612914861179888,
 )  # fmt: skip
-_LOWEST = -60.0  # powers of two down here weigh nothing
-_MANTISSA_BITS = 23
+LOWEST_POWER = -60.0  # of two; down here nothing has a weight
+MANTISSA_BITS = 23
 _FEW = 512  # largest tokens that are looked at first: enough for most rows
 
 
@@ -38,14 +38,14 @@ def weights(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     """
     maximum = without_nan(logits).amax(1, keepdim=True)
     power = (logits - maximum) * inverse_temperature[:, None] * LOG2_E
-    power = torch.where(power > _LOWEST, power, _LOWEST)  # also instead of a NaN
+    power = torch.where(power > LOWEST_POWER, power, LOWEST_POWER)  # also instead of a NaN
     whole = power.floor()
     fraction = power - whole
     exp2 = fraction * EXP2_COEFFICIENTS[-1]
     for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
         exp2 = (exp2 + coefficient) * fraction
-    mantissa = ((exp2 + 1.0) * 2.0**_MANTISSA_BITS).long()
-    return (mantissa << (WEIGHT_BITS - _MANTISSA_BITS)) >> -whole.long()
+    mantissa = ((exp2 + 1.0) * 2.0**MANTISSA_BITS).long()
+    return (mantissa << (WEIGHT_BITS - MANTISSA_BITS)) >> -whole.long()
 
 
 def truncate(logits: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

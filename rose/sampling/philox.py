@@ -14,9 +14,9 @@ from torch import Tensor
 STREAM_TOKEN = 0  # the token itself
 STREAM_ACCEPT, STREAM_RESAMPLE, STREAM_DRAFT = 1, 2, 3  # speculation: accept or not, the residual's draw, the draft's
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
 _WORD = 0xFFFFFFFF
 
 
@@ -24,15 +24,15 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     """Four words from a counter of four and a key of two; each int64 [N] holding 32 unsigned bits."""
     a, b, c, d = counter
     low, high = key
-    for _ in range(_ROUNDS):
-        product_a, product_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # they wrap; the 64 bits are right
+    for _ in range(ROUNDS):
+        product_a, product_c = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # they wrap; the 64 bits are right
         a, b, c, d = (
             (product_c >> 32 & _WORD) ^ b ^ low,
             product_c & _WORD,
             (product_a >> 32 & _WORD) ^ d ^ high,
             product_a & _WORD,
         )
-        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+        low, high = (low + WEYL[0]) & _WORD, (high + WEYL[1]) & _WORD
     return a, b, c, d
 
 

@@ -39,27 +39,29 @@ class TorchOps:
     def adjust(
         self,
         logits: Tensor,
-        slots: SamplingSlots,
-        lines: Tensor,
+        state: SamplingSlots,
+        slots: Tensor,
         num_output: Tensor,
         bitmask: Tensor | None,
         needs: Needs,
     ) -> None:
+        lines = state.lines(slots)
         if needs.edits:
-            _edit(logits, slots, lines, num_output)
+            _edit(logits, state, lines, num_output)
         if needs.penalties:
-            _penalise(logits, slots, lines)
+            _penalise(logits, state, lines)
         if bitmask is not None:
             bits = torch.arange(32, dtype=torch.int32, device=logits.device)
             allowed = (bitmask[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]]
             logits.masked_fill_(allowed == 0, float("-inf"))
 
-    def choose(self, logits: Tensor, slots: SamplingSlots, lines: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+    def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         tokens = without_nan(logits).argmax(1)
         if needs.random:
-            rows = (slots.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
-            table = slots.table[lines[rows]]
-            kept = processed_weights(logits[rows], slots, lines[rows], truncation=needs.truncation)
+            lines = state.lines(slots)
+            rows = (state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+            table = state.table[lines[rows]]
+            kept = processed_weights(logits[rows], state, lines[rows], truncation=needs.truncation)
             high, low = uniform_bits(table[:, SEED_LOW], table[:, SEED_HIGH], positions[rows], STREAM_TOKEN)
             tokens[rows] = draw(kept, high, low, tokens[rows])
         return tokens.int()
@@ -79,10 +81,10 @@ class TorchOps:
             logits.gather(1, top_ids) - maximum - log_total,
         )
 
-    def count(self, slots: SamplingSlots, lines: Tensor, ids: Tensor, is_output: Tensor) -> None:
-        counts = slots.counts
+    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
+        counts, lines = state.counts, state.lines(slots)
         assert counts is not None, "no slot has penalties"
-        counted = (slots.table[lines, FLAGS] & HAS_PENALTIES) != 0
+        counted = (state.table[lines, FLAGS] & HAS_PENALTIES) != 0
         ids = ids.long()
         prompt, output = counted & (is_output == 0), counted & (is_output != 0)
         counts[lines[prompt], ids[prompt]] |= IN_PROMPT
@@ -91,40 +93,40 @@ class TorchOps:
         counts.index_put_((lines, ids), room.to(counts.dtype), accumulate=True)
 
 
-def processed_weights(logits: Tensor, slots: SamplingSlots, lines: Tensor, *, truncation: bool) -> Tensor:
+def processed_weights(logits: Tensor, state: SamplingSlots, lines: Tensor, *, truncation: bool) -> Tensor:
     """Weights of the tokens that may be drawn, int64 [R, V], of adjusted logits; rows' temperature is above zero."""
-    table, floats = slots.table[lines], slots.floats[lines]
+    table, floats = state.table[lines], state.floats[lines]
     weight = weights(logits, floats[:, INVERSE_TEMPERATURE])
     if truncation:
         weight = truncate(logits, weight, table[:, TOP_K], table[:, TOP_P], floats[:, MIN_P])
     return weight
 
 
-def _edit(logits: Tensor, slots: SamplingSlots, lines: Tensor, num_output: Tensor) -> None:
+def _edit(logits: Tensor, state: SamplingSlots, lines: Tensor, num_output: Tensor) -> None:
     """logit_bias, then min_tokens."""
-    table = slots.table[lines]
+    table = state.table[lines]
     count = int(table[:, NUM_BIASES].amax())
     present = torch.arange(count, device=logits.device) < table[:, NUM_BIASES, None]
     rows, entries = present.nonzero(as_tuple=True)
-    logits[rows, slots.bias_ids[lines[rows], entries].long()] += slots.bias_values[lines[rows], entries]
+    logits[rows, state.bias_ids[lines[rows], entries].long()] += state.bias_values[lines[rows], entries]
     count = int(table[:, NUM_STOPS].amax())
     present = torch.arange(count, device=logits.device) < table[:, NUM_STOPS, None]
     rows, entries = (present & (num_output < table[:, MIN_TOKENS])[:, None]).nonzero(as_tuple=True)
-    logits[rows, slots.stop_ids[lines[rows], entries].long()] = MASKED
+    logits[rows, state.stop_ids[lines[rows], entries].long()] = MASKED
 
 
-def _penalise(logits: Tensor, slots: SamplingSlots, lines: Tensor) -> None:
+def _penalise(logits: Tensor, state: SamplingSlots, lines: Tensor) -> None:
     """Repetition (Keskar et al., "CTRL", 2019) over prompt and output; frequency and presence over the output."""
-    rows = (slots.table[lines, FLAGS] & HAS_PENALTIES != 0).nonzero()[:, 0]
+    rows = (state.table[lines, FLAGS] & HAS_PENALTIES != 0).nonzero()[:, 0]
     if not len(rows):
         return
-    assert slots.counts is not None
-    state = slots.counts[lines[rows], : logits.shape[1]]
-    floats = slots.floats[lines[rows], :, None]
+    assert state.counts is not None
+    seen = state.counts[lines[rows], : logits.shape[1]]
+    floats = state.floats[lines[rows], :, None]
     x = logits[rows]
     repeated = torch.where(x > 0, x * floats[:, INVERSE_REPETITION], x * floats[:, REPETITION])
-    x = torch.where(state != 0, repeated, x)
-    count = (state & COUNT_MASK).float()
+    x = torch.where(seen != 0, repeated, x)
+    count = (seen & COUNT_MASK).float()
     x = x - floats[:, FREQUENCY] * count
     logits[rows] = x - floats[:, PRESENCE] * (count > 0)
 

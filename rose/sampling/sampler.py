@@ -25,20 +25,20 @@ class Sampled(NamedTuple):
 
 
 class SamplingOps(Protocol):
-    """The operations; `lines` int64 [R] are the rows' lines in the slots' tables."""
+    """The operations. `slots` int32 [R] are the rows' slots in `state`."""
 
     def adjust(
         self,
         logits: Tensor,
-        slots: SamplingSlots,
-        lines: Tensor,
+        state: SamplingSlots,
+        slots: Tensor,
         num_output: Tensor,
         bitmask: Tensor | None,
         needs: Needs,
     ) -> None:
         """Biases, masks and penalties, in place."""
 
-    def choose(self, logits: Tensor, slots: SamplingSlots, lines: Tensor, positions: Tensor, needs: Needs) -> Tensor:
+    def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         """int32 [R]: the token drawn from each row of adjusted logits; the largest one's where it is greedy."""
         ...
 
@@ -46,7 +46,7 @@ class SamplingOps(Protocol):
         """float32 [R] of tokens int32 [R]; int32 and float32 [R, count] of the most probable."""
         ...
 
-    def count(self, slots: SamplingSlots, lines: Tensor, ids: Tensor, is_output: Tensor) -> None:
+    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
         """Counts tokens of slots that have penalties; all [T]."""
 
 
@@ -69,7 +69,7 @@ class Sampler:
     ) -> None:
         self._max_logprobs = min(max_logprobs, vocab_size)
         self._ops = ops or TorchOps()
-        self.slots = SamplingSlots(
+        self.state = SamplingSlots(
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids), device=device
         )
 
@@ -78,11 +78,11 @@ class Sampler:
 
         The copies go to the current stream, outside any capture.
         """
-        self.slots.admit(slot, params)
+        self.state.admit(slot, params)
 
     def needs(self, slots: list[int]) -> Needs:
         """Of a step with these rows, from what was admitted."""
-        return self.slots.needs(slots)
+        return self.state.needs(slots)
 
     def observe(self, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
         """Tokens that did not come from `sample`: prompts, prefix hits, and output of an earlier life.
@@ -90,8 +90,8 @@ class Sampler:
         slots, ids, is_output int32 [T]: one line a token; is_output is 0 for a prompt's. Free of cost while no slot
         has penalties.
         """
-        if self.slots.any_penalties:
-            self._ops.count(self.slots, self.slots.lines(slots), ids, is_output)
+        if self.state.any_penalties:
+            self._ops.count(self.state, slots, ids, is_output)
 
     def sample(
         self,
@@ -109,11 +109,10 @@ class Sampler:
         generator's counter; num_output int32 [R], tokens put out so far; bitmask int32 [R, ceil(V / 32)], a bit
         for each token that may come, lowest first. `needs` must cover every row's.
         """
-        lines = self.slots.lines(slots)
-        changed = self._adjusted(logits, lines, num_output, needs, bitmask, keep=needs.logprobs)
-        tokens = self._ops.choose(changed, self.slots, lines, positions, needs)
+        changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=needs.logprobs)
+        tokens = self._ops.choose(changed, self.state, slots, positions, needs)
         if needs.penalties:
-            self._ops.count(self.slots, lines, tokens, torch.ones_like(tokens))
+            self._ops.count(self.state, slots, tokens, torch.ones_like(tokens))
         if not needs.logprobs:
             return Sampled(tokens)
         return Sampled(tokens, *self._ops.logprobs(logits, tokens, self._max_logprobs))
@@ -131,12 +130,12 @@ class Sampler:
 
         Arguments as there; logits stay as they are, nothing is counted. In torch on any device, which it may wait for.
         """
-        lines = self.slots.lines(slots)
-        changed = self._adjusted(logits, lines, num_output, needs, bitmask, keep=True)
-        greedy = self._ops.choose(changed, self.slots, lines, num_output, Needs())
+        lines = self.state.lines(slots)
+        changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=True)
+        greedy = self._ops.choose(changed, self.state, slots, num_output, Needs())
         result = torch.zeros_like(changed).scatter_(1, greedy.long()[:, None], 1.0)
-        rows = (self.slots.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
-        weight = processed_weights(changed[rows], self.slots, lines[rows], truncation=needs.truncation)
+        rows = (self.state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+        weight = processed_weights(changed[rows], self.state, lines[rows], truncation=needs.truncation)
         total = weight.sum(1, keepdim=True)
         result[rows] = torch.where(total > 0, weight.double() / total, result[rows]).float()
         return result
@@ -149,10 +148,10 @@ class Sampler:
         return self._ops.logprobs(logits, next_ids, self._max_logprobs)
 
     def _adjusted(
-        self, logits: Tensor, lines: Tensor, num_output: Tensor, needs: Needs, bitmask: Tensor | None, *, keep: bool
+        self, logits: Tensor, slots: Tensor, num_output: Tensor, needs: Needs, bitmask: Tensor | None, *, keep: bool
     ) -> Tensor:
         """Biases, masks and penalties applied: in the same memory, or in a copy where that must be kept."""
         if needs.edits or needs.penalties or bitmask is not None:
             logits = logits.clone() if keep else logits
-            self._ops.adjust(logits, self.slots, lines, num_output, bitmask, needs)
+            self._ops.adjust(logits, self.state, slots, num_output, bitmask, needs)
         return logits

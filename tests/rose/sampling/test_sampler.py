@@ -122,7 +122,7 @@ def test_draws_have_the_distribution(name: str) -> None:
     want = plain_probabilities(plain_logits(logits[0].double().numpy(), params, PROMPT, OUTPUT, EOS), params)
     num_draws, chunk = 20_000, 500
     seen = np.zeros(VOCAB, np.int64)
-    counts = None if sampler.slots.counts is None else sampler.slots.counts.clone()
+    counts = None if sampler.state.counts is None else sampler.state.counts.clone()
     for begin in range(0, num_draws, chunk):
         positions = torch.arange(begin, begin + chunk, dtype=torch.int32)
         drawn = sampler.sample(
@@ -130,8 +130,8 @@ def test_draws_have_the_distribution(name: str) -> None:
         )
         seen += np.bincount(drawn.tokens.numpy(), minlength=VOCAB)
         if counts is not None:  # each draw is the first after OUTPUT
-            assert sampler.slots.counts is not None
-            sampler.slots.counts.copy_(counts)
+            assert sampler.state.counts is not None
+            sampler.state.counts.copy_(counts)
     assert seen[want == 0].sum() == 0
     often = want * num_draws >= 5
     observed = [*seen[often], seen[~often].sum()]
@@ -269,12 +269,12 @@ def test_slots_without_penalties_keep_no_counts() -> None:
     sampler = make_sampler(4)
     sampler.admit(0, SamplingParams())
     observe(sampler, [0])
-    assert sampler.slots.counts is None
+    assert sampler.state.counts is None
     sampler.admit(1, SamplingParams(presence_penalty=0.1))
     observe(sampler, [0, 1, -1])
-    assert sampler.slots.counts is not None
-    assert sampler.slots.counts.any(1).tolist() == [False, True, False, False, False]
-    assert sampler.slots.counts.nbytes == sampler.slots.counts_bytes == 5 * 302 * 2
+    assert sampler.state.counts is not None
+    assert sampler.state.counts.any(1).tolist() == [False, True, False, False, False]
+    assert sampler.state.counts.nbytes == sampler.state.counts_bytes == 5 * 302 * 2
 
 
 @pytest.mark.parametrize("max_allowed", [1, 40])
