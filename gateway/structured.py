@@ -8,12 +8,14 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.errors import InvalidRequest
+from gateway.reasoning import CLOSE, OPEN
 from gateway.tool_calls import ToolFormat
 from gateway.tools import Tool, ToolChoice
 
@@ -27,11 +29,7 @@ MAX_ERROR_CHARS = 300
 WHITE_SPACE = r"[ \n\r\t]{1,32}"
 
 Thinking = Literal["never", "maybe", "begun"]
-_THINKING = r"""
-thinking[suffix="</think>"]: /(.|\n)*/
-after_thinking: /[ \n]{0,4}/
-"""
-_BEFORE = {"never": "", "maybe": '("<think>" thinking after_thinking)?', "begun": "thinking after_thinking"}
+_NAMED = re.compile(r"<[^<>\s]+>")
 
 
 class Grammars:
@@ -41,11 +39,14 @@ class Grammars:
     structure: nothing, a think block, or the rest of a block that the prompt has begun.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
+    def __init__(self, added_tokens: Iterable[str] = (), *, capacity: int = 512) -> None:
+        """`added_tokens`: how the added tokens of the model's tokenizer are spelled. A tag that is one of them, as
+        Qwen's `<tool_call>`, is forced as that token, since its letters would be something else to the model."""
+        self._added = frozenset(token for token in added_tokens if _NAMED.fullmatch(token))
         self._capacity = capacity
         self._errors: OrderedDict[str, str] = OrderedDict()  # by grammar; empty for a right one
         self._lock = threading.Lock()
-        self._tokenizer = LLTokenizer("byte")
+        self._tokenizer = _byte_tokenizer(self._added)
 
     def of_format(self, response_format: Mapping[str, Any] | None, thinking: Thinking = "never") -> str | None:
         """OpenAI's `response_format`. Without `strict`, a schema's keywords that cannot be enforced are passed over;
@@ -109,13 +110,15 @@ class Grammars:
             param = f"tools[{tools.index(tool)}].function.parameters"
             check_schema(tool.parameters, param)
             self._checked(_json(tool.parameters, strict=tool.strict), "never", param)
-        return self._checked(_calls(form, parallel and not named), thinking, "tools", *_call_rules(form, chosen))
+        call = " ".join(part for part in (self._literal(form.open), "call", self._literal(form.close)) if part)
+        if parallel and not named:
+            call += f" ({self._literal(form.between)} {call}){{0,{MAX_CALLS - 1}}}"
+        return self._checked(call, thinking, "tools", *_call_rules(form, chosen))
 
     def _checked(self, body: str, thinking: Thinking, param: str, *rules: str) -> str:
         """The grammar `body`, compiled to see that it can be."""
-        start = " ".join(part for part in ("start:", _BEFORE[thinking], "body") if part)
-        lark = "\n".join(["%llguidance {}", start, f"body: {body}", *rules])
-        grammar: str = LLMatcher.grammar_from_lark(lark + ("\n" if thinking == "never" else _THINKING))
+        lines = ["%llguidance {}", *self._thinking(thinking), f"body: {body}", *rules, ""]
+        grammar: str = LLMatcher.grammar_from_lark("\n".join(lines))
         with self._lock:
             error = self._errors.get(grammar)
             if error is not None:
@@ -129,6 +132,22 @@ class Grammars:
         if error:
             raise InvalidRequest(f"{param} cannot be enforced: {_shorten(error)}", param=param)
         return grammar
+
+    def _thinking(self, thinking: Thinking) -> list[str]:
+        """The rules of the start: the body, and the thinking before it."""
+        if thinking == "never":
+            return ["start: body"]
+        if CLOSE in self._added:
+            block = [f"block: /(.|\\n)*/ {CLOSE} space"]
+        else:
+            block = ["block: thought space", f'thought[suffix="{CLOSE}"]: /(.|\\n)*/']
+        start = "start: block body" if thinking == "begun" else f"start: ({self._literal(OPEN)} block)? body"
+        return [start, *block, r"space: /[ \n]{0,4}/"]
+
+    def _literal(self, text: str) -> str:
+        """Text in a grammar, the tokens in it by their names."""
+        parts = re.split(f"({'|'.join(map(re.escape, self._added))})", text) if self._added else [text]
+        return " ".join(part if part in self._added else json.dumps(part) for part in parts if part)
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
@@ -151,23 +170,24 @@ def _json(schema: dict[str, Any], *, strict: bool) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _calls(form: ToolFormat, many: bool) -> str:
-    call = " ".join(part for part in (_literal(form.open), "call", _literal(form.close)) if part)
-    return f"{call} ({_literal(form.between)} {call}){{0,{MAX_CALLS - 1}}}" if many else call
-
-
 def _call_rules(form: ToolFormat, tools: Sequence[Tool]) -> list[str]:
     """A schema of its own for each tool's arguments, so that references in it begin at its root."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        head = _literal(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
         rules.append(f'call_{i}: {head} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: {_json(tool.parameters, strict=tool.strict)}")
     return rules
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _byte_tokenizer(added: Iterable[str]) -> LLTokenizer:
+    """Enough of a tokenizer to compile grammars: one token a byte, and the named ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", *sorted(added)])
+    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<|end|>"))
 
 
 def _shorten(error: str) -> str:
