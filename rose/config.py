@@ -8,7 +8,7 @@ from msgspec import Struct
 class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str = "auto"  # auto | cpu | cuda
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
-    task: Literal["auto", "embed", "score"] = "auto"  # auto: what the model's files say
+    task: Literal["auto", "embed", "score", "generate"] = "auto"  # auto: what the model's files say
     max_model_len: int | None = None  # None: what the model's files say
     max_num_batched_tokens: int | None = None  # tokens of one step; None: the model's measured default
     max_num_seqs: int | None = None
@@ -19,4 +19,5 @@ class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_threads: int | None = None  # CPU threads of the forward pass; None: all cores
     num_steps_in_flight: int = 2
     memory_fraction: float = 0.9  # of the device's memory
+    kv_cache_bytes: int | None = None  # keys and values of language models; None: what the device has left
     spin_us: int = 0  # keep polling this long after the last step instead of sleeping

@@ -29,13 +29,17 @@ class _Part(NamedTuple):
 
 
 class CpuStream:
-    """`num_threads` worker threads that share as many cores. One thread launches."""
+    """`num_threads` worker threads that share as many cores. One thread launches.
 
-    def __init__(self, num_threads: int) -> None:
+    `in_order`: every part gets all cores, so that it begins only when the one before it has ended.
+    """
+
+    def __init__(self, num_threads: int, *, in_order: bool = False) -> None:
         self._event_fds = EventFds()
         self._queue: deque[_Part] = deque()
         self._changed = threading.Condition()
         self._num_threads = num_threads
+        self._in_order = in_order
         self._free_cores = num_threads
         self._num_running = 0
         self._closed = False
@@ -52,7 +56,7 @@ class CpuStream:
         lazy = CpuLazyTensor(self._event_fds, len(works))
         with self._changed:
             num_parts = len(works) + len(self._queue) + self._num_running
-            cores = max(1, self._num_threads // num_parts)
+            cores = self._num_threads if self._in_order else max(1, self._num_threads // num_parts)
             self._queue.extend(_Part(work, cores, index if cores > 1 else -1, lazy) for index, work in enumerate(works))
             self._changed.notify_all()
         return lazy

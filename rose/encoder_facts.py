@@ -50,7 +50,7 @@ def encoder_facts(
         dtype=dtype,
         device=device,
         num_steps_in_flight=config.num_steps_in_flight,
-        quadratic_tokens=_quadratic_tokens(model),
+        quadratic_tokens=quadratic_tokens(model),
     )
 
 
@@ -71,7 +71,7 @@ def _max_model_len(directory: Path, model: ModelConfig, config: RankConfig) -> i
     return config.max_model_len
 
 
-def _quadratic_tokens(model: ModelConfig) -> int:
+def quadratic_tokens(model: ModelConfig) -> int:
     """The length at which attention takes as long as the matrix products of the same tokens."""
     heads = model.num_attention_heads * model.head_dim
     kv_heads = model.num_key_value_heads * model.head_dim

@@ -23,15 +23,15 @@ def main() -> int:
 
 def serve(run: RunConfig, log: Log, run_dir: Path, model: str, replica: str, rank: int) -> int:
     stop_fd = stop_descriptor()
-    from rose.encoder_runner import EncoderRunner
     from rose.models.config import ModelError
     from rose.runner import OutOfMemory
+    from rose.runners import make_runner
     from rose.worker import serve as serve_rank
 
     log("imported")
     config = run.config.model(model).rank
     try:
-        runner = EncoderRunner(model, run.paths()[model], config, shapes=shapes_file(run_dir, model))
+        runner = make_runner(model, run.paths()[model], config, shapes=shapes_file(run_dir, model))
     except ValueError as error:  # files or settings; nothing else has happened yet
         raise CannotBoot(f"{model}: {error}") from error
     settle_memory()

@@ -1,0 +1,123 @@
+"""The sequences in a rank's slots: what device, host, sampler and grammars keep of each, changed together.
+
+Everything here is host work and launches on small tensors; the model is elsewhere.
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ipc.step import (
+    ADMIT_INPUT_OFFSET,
+    ADMIT_NUM_COMPUTED,
+    GEN_INPUT_OFFSET,
+    RELEASE_SLOT,
+    STATUS_BAD_TOKEN,
+    StepPlan,
+)
+from ipc.step_ring import Arrays
+from ipc.types import ModelFacts
+from rose.batch import Int32s
+from rose.generate_batch import GenerateRows, spans
+from rose.host_slots import HostSlots, Occupant
+from rose.sampling.params import UnusableParams
+from rose.sampling.sampler import Sampler
+from rose.slots import RowInputs, Slots
+
+
+class Residents:
+    """State of `facts.max_num_seqs` slots; `facts.num_blocks` is the dummy block."""
+
+    def __init__(self, facts: ModelFacts, device: torch.device) -> None:
+        self._device = device
+        self._vocab_size = facts.vocab_size
+        self.slots = Slots(facts, facts.num_blocks, device)
+        self.host = HostSlots(facts.max_num_seqs)
+        self.sampler = Sampler(
+            max_num_seqs=facts.max_num_seqs,
+            vocab_size=facts.vocab_size,
+            max_logprobs=facts.max_logprobs,
+            eos_token_ids=facts.eos_token_ids,
+            device=device,
+        )
+
+    def clear(self) -> None:
+        """Nobody is left."""
+        self.slots.clear()
+        self.host.clear()
+
+    # --- the tables of a plan -------------------------------------------------------------------------------
+
+    def apply_tables(self, plan: StepPlan, arrays: Arrays) -> None:
+        """Releases, admissions, new blocks, in this order. Slots named wrongly are a fault of the scheduler."""
+        newcomers = self.host.apply(plan, arrays)
+        if plan.num_releases:
+            self.slots.release(self.tensor(arrays["releases"][: plan.num_releases, RELEASE_SLOT]))
+        if newcomers:
+            self._admit(newcomers, cast(Int32s, arrays["admissions"][: len(newcomers)]), arrays)
+        if plan.num_new_blocks:
+            self.slots.extend(self.tensor(arrays["new_blocks"][: plan.num_new_blocks]))
+
+    def _admit(self, newcomers: list[Occupant], table: Int32s, arrays: Arrays) -> None:
+        hits = spans(table[:, ADMIT_NUM_COMPUTED], self._device)
+        num_ids = int((table[:, ADMIT_INPUT_OFFSET] + table[:, ADMIT_NUM_COMPUTED]).max())
+        ids = cast(Int32s, arrays["input_ids"][:num_ids])
+        self.slots.admit(self.tensor(table), hits, self.tensor(ids.clip(0, self._vocab_size - 1)))
+        for slot, params in newcomers:
+            try:
+                self.sampler.admit(slot, params)
+            except UnusableParams:
+                self.host.status[slot] = STATUS_BAD_TOKEN  # alone, at its first row
+        if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
+            self._observe(self.slots.num_prompt.new_tensor([slot for slot, _ in newcomers])[hits.rows], hits.offsets)
+
+    # --- the rows of a plan ---------------------------------------------------------------------------------
+
+    def append_prompts(self, rows: GenerateRows) -> None:
+        """The ids that prefill rows bring, behind the computed ones. No slot knows of them before `advance`."""
+        prefill = np.flatnonzero(rows.num_given)
+        if not len(prefill):
+            return
+        brought = spans((rows.num_given + ~rows.samples)[prefill], self._device)
+        table = rows.table[prefill]
+        self.slots.append_prompt(
+            self.tensor(rows.slots[prefill]),
+            brought,
+            self.tensor(table[:, GEN_INPUT_OFFSET]),
+            self.tensor(rows.input_ids),
+        )
+
+    def inputs(self, rows: GenerateRows) -> RowInputs:
+        each = spans(np.diff(rows.cu_seqlens), self._device)
+        return self.slots.inputs(self.tensor(rows.slots), each, rows.max_q_len, rows.max_kv_len)
+
+    def observe_prompts(self, rows: GenerateRows, inputs: RowInputs) -> None:
+        """Counts what prefill rows computed, where a penalty asks how often a token was there."""
+        given = np.repeat(rows.num_given > 0, np.diff(rows.cu_seqlens))
+        if self.sampler.needs(rows.slots[rows.num_given > 0].tolist()).penalties:
+            tokens = torch.from_numpy(np.flatnonzero(given)).to(self._device, non_blocking=True)
+            self._observe(inputs.slots[inputs.spans.rows[tokens]], inputs.positions[tokens])
+
+    def wants_prompt_logprobs(self, rows: GenerateRows) -> NDArray[np.int64]:
+        """Which of the step's tokens answer how likely the next one was: all of a prompt's whose params ask."""
+        asks = np.zeros(len(rows.slots), np.bool_)
+        for row in np.flatnonzero(rows.num_given):
+            params = self.host.params[rows.slots[row]]
+            asks[row] = params is not None and params.prompt_logprobs is not None
+        return np.flatnonzero(np.repeat(asks, np.diff(rows.cu_seqlens)))
+
+    def advance(self, rows: GenerateRows, inputs: RowInputs, tokens: Tensor, num_new: Tensor) -> Tensor:
+        """The step is over: see Slots.advance."""
+        return self.slots.advance(inputs.slots, self.tensor(rows.num_given), tokens, num_new)
+
+    def tensor(self, array: NDArray[np.generic]) -> Tensor:
+        """On the device; shares memory where that is the host's."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+    def _observe(self, slots: Tensor, positions: Tensor) -> None:
+        """slots, positions [n] of tokens whose ids are known."""
+        ids, is_output = self.slots.ids[slots, positions], positions >= self.slots.num_prompt[slots]
+        self.sampler.observe(slots, ids, is_output.int())

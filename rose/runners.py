@@ -1,0 +1,18 @@
+"""Which runner serves a model: what its files and settings say it is for."""
+
+from pathlib import Path
+
+from rose.config import RankConfig
+from rose.decoder_runner import DecoderRunner
+from rose.encoder_runner import EncoderRunner
+from rose.models.config import read_config
+from rose.models.task import GenerateTask, read_task
+
+
+def make_runner(
+    name: str, directory: Path, config: RankConfig, *, shapes: Path | None = None
+) -> EncoderRunner | DecoderRunner:
+    """Not yet loaded. `shapes` is a file for the list of shapes that have graphs. Raises ModelError, ValueError."""
+    task = read_task(directory, read_config(directory), config.task)
+    runner = DecoderRunner if isinstance(task, GenerateTask) else EncoderRunner
+    return runner(name, directory, config, shapes=shapes)
