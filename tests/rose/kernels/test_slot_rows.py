@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ipc.step import STATUS_NON_FINITE, STATUS_OK
 from ipc.types import ModelFacts
 from rose.generate_batch import spans
-from rose.kernels.slot_rows import DecodeRows, advance_rows, slot_rows
+from rose.kernels.slot_rows import DecodeRows, RowOutputs, advance_rows, mark_non_finite, slot_rows
 from rose.slots import Slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,12 +39,18 @@ def filled_slots() -> Slots:
     return slots
 
 
+def unset(*shape: int) -> Tensor:
+    return torch.full(shape, -7, dtype=torch.int32, device=DEVICE)
+
+
 def decode_rows(slots: Slots, row_slots: list[int], q: int) -> DecodeRows:
     count = len(row_slots)
-    empty = [torch.full((n,), -7, dtype=torch.int32, device=DEVICE) for n in (count * q,) * 3 + (count + 1, count)]
-    table = torch.full((count, slots.block_table.shape[1]), -7, dtype=torch.int32, device=DEVICE)
-    counts = [torch.full((count,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    return DecodeRows(int32s(row_slots), *empty, table, *counts)
+    table = unset(count, 8)
+    table[:, 0] = int32s(row_slots)
+    return DecodeRows(
+        table, unset(count), unset(count), unset(count * q), unset(count * q), unset(count * q),
+        unset(count + 1), unset(count), unset(count, slots.block_table.shape[1]), unset(count), unset(count),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("q", [1, 3, 4])
@@ -54,6 +61,8 @@ def test_rows(q: int) -> None:
     slot_rows(slots, rows)
     expected = slots.inputs(int32s(row_slots), spans(np.full(5, q), DEVICE), q, 99)
     used, paged = 5 * q, expected.paged
+    assert torch.equal(rows.slots, int32s([*row_slots, NOBODY, NOBODY]))
+    assert (rows.status == STATUS_OK).all()
     assert torch.equal(rows.input_ids[:used], expected.input_ids)
     assert torch.equal(rows.positions[:used], expected.positions)
     assert torch.equal(rows.slot_mapping[:used], paged.slot_mapping)
@@ -72,17 +81,31 @@ def test_rows(q: int) -> None:
 
 @pytest.mark.parametrize("num_new", [[1, 1, 1, 1], [1, 4, 2, 3], [0, 1, 4, 0]])
 def test_advance(num_new: list[int]) -> None:
-    """Rows that got nothing failed; a row past its sequence's end writes nothing outside."""
+    """A row that failed goes on but tells no tokens; one past its sequence's end writes nothing outside."""
     mine, torchs = filled_slots(), filled_slots()
     row_slots, tokens = [2, 0, 4, 5], torch.randint(0, 97, (6, 4), dtype=torch.int32, device=DEVICE)
-    lengths = torch.full((6,), -7, dtype=torch.int32, device=DEVICE)
-    before = mine.ids.clone()
-    advance_rows(mine, int32s([*row_slots, NOBODY, NOBODY]), tokens, int32s([*num_new, 1, 1]), lengths)
+    rows = decode_rows(mine, [*row_slots, NOBODY, NOBODY], 4)
+    slot_rows(mine, rows)
+    rows.status[1] = STATUS_NON_FINITE
+    out, before = RowOutputs(unset(6), unset(6), unset(6, 4), unset(6), unset(6)), mine.ids.clone()
+    advance_rows(mine, rows, tokens, int32s([*num_new, 1, 1]), out)
     expected = torchs.advance(int32s(row_slots), int32s([0] * 4), tokens[:4], int32s(num_new))
-    assert torch.equal(lengths[:4], expected)
-    assert (lengths[4:] == 0).all()
+    assert torch.equal(out.lengths, torch.cat([expected, int32s([0, 0])]))
+    assert torch.equal(out.status, rows.status)
+    assert out.num_tokens.tolist() == [num_new[0], 0, *num_new[2:], 0, 0]
+    assert torch.equal(out.tokens, tokens)
+    assert (out.num_drafts == 3).all()
     assert torch.equal(mine.num_tokens[:-1], torchs.num_tokens[:-1])
     assert torch.equal(mine.num_computed[:-1], torchs.num_computed[:-1])
     for slot, length in enumerate(mine.num_tokens[:-1].tolist()):
         assert torch.equal(mine.ids[slot, :length], torchs.ids[slot, :length])
         assert torch.equal(mine.ids[slot, length:], before[slot, length:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite(bad: float) -> None:
+    logits = torch.randn(4, 9000, device=DEVICE)
+    logits[1, 8999] = logits[3, 0] = bad
+    status = int32s([0, 0, 1, 0])
+    mark_non_finite(logits, status)
+    assert status.tolist() == [0, STATUS_NON_FINITE, 1, STATUS_NON_FINITE]
