@@ -48,7 +48,7 @@ def check_model(call: Call, task: GenerateTask) -> None:
     if facts.task != "generate":
         text = f"{name!r} does not generate text; it is a model for {facts.task}"
         raise InvalidRequest(text, param="model")
-    if call.model.token_bytes is None or call.model.chat is None:
+    if call.model.generator is None:
         text = f"the tokenizer of {name!r} cannot turn tokens into text one by one, so it cannot be used here"
         raise InvalidRequest(text, param="model")
     sampling = task.sampling
@@ -72,11 +72,11 @@ async def _encode(call: Call, task: GenerateTask) -> list[Prompt]:
     else:
         texts: list[Text] = [message["content"] for message in task.chat.messages if message.get("content")]
         num_chars = check_chars("messages", texts, call.facts.max_model_len, False, config, "shorten it")
-    if num_chars <= INLINE_CHARS and (task.chat is None or not task.chat.tools):
-        prompts = encode_prompts(task, call.model, call.facts)
+    args = (task, call.model, call.facts)
+    if num_chars <= INLINE_CHARS and task.structure is None and task.tools is None:
+        prompts = encode_prompts(*args)
     else:
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(call.gateway.pool, encode_prompts, task, call.model, call.facts)
+        prompts = await asyncio.get_running_loop().run_in_executor(call.gateway.pool, encode_prompts, *args)
     seconds = time.perf_counter() - start
     call.tokenize_ms = seconds * 1000
     call.gateway.metrics.tokenize_seconds.observe(seconds)
@@ -148,8 +148,8 @@ class Choices:
 
     def _text(self, index: int) -> ChoiceText:
         prompt = self._prompts[index // self._task.n]
-        assert self._call.model.token_bytes is not None, "check_model has seen it"
-        return ChoiceText(index, self._task, self._call.model.token_bytes, prompt.input_ids, prompt.text)
+        assert self._call.model.generator is not None, "check_model has seen it"
+        return ChoiceText(index, self._task, self._call.model.generator.token_bytes, prompt)
 
     def _observe(self, index: int, num_tokens: int) -> None:
         now = time.perf_counter()

@@ -12,25 +12,36 @@ from msgspec import Struct
 from gateway.chat_template import Segment, prompt_ids
 from gateway.encode import check_ids
 from gateway.errors import InvalidRequest
+from gateway.generate_answer import AnswerForm
 from gateway.generate_job import ChoiceInput
-from gateway.models import ServedModel
-from gateway.tasks import ChatPrompt, GenerateTask, place
+from gateway.models import Generator, ServedModel
+from gateway.reasoning import CLOSE, opened_by
+from gateway.structured import Grammars, Thinking
+from gateway.tasks import ChatPrompt, GenerateTask, Structure, place
+from gateway.tool_calls import HERMES, detect_format
+from gateway.tool_prompt import with_tools
 from ipc.types import ModelFacts
 
 
 class Prompt(Struct):
-    """`text` as the client gave it, None for token ids."""
+    """`text` as the client gave it or the template made it, None for token ids; `form` for chat only."""
 
     input_ids: list[int]
     text: str | None = None
+    form: AnswerForm | None = None
+    grammar: str | None = None
 
 
 def encode_prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[Prompt]:
-    """Raises InvalidRequest, naming the prompt that is too long and why."""
+    """Raises InvalidRequest, naming the prompt that is too long and why, or the field of an impossible grammar."""
+    assert model.generator is not None, "checked before: the model's files are those of one that generates"
     if task.chat is not None:
-        prompts = [_chat_prompt(task.chat, model)]
+        prompts = [_chat_prompt(task, task.chat, model, model.generator)]
     else:
         prompts = _prompts(task, model, facts)
+        grammar = _structure_grammar(task.structure, model.generator.grammars, "never")
+        for prompt in prompts:
+            prompt.grammar = grammar
     for i, prompt in enumerate(prompts):
         _check_length(prompt_name(task, i), len(prompt.input_ids), task, facts)
     return prompts
@@ -53,15 +64,50 @@ def _prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[
     return prompts
 
 
-def _chat_prompt(chat: ChatPrompt, model: ServedModel) -> Prompt:
-    assert model.chat is not None, "checked before: the model's files are those of one that generates"
-    segments = model.chat.segments(chat.messages, chat.tools, chat.add_generation_prompt, **chat.template_kwargs)
+def _chat_prompt(task: GenerateTask, chat: ChatPrompt, model: ServedModel, generator: Generator) -> Prompt:
+    template, grammars = generator.chat, generator.grammars
+    form = detect_format(template.source) if template.supports_tools else None
+    if form is None:
+        messages, tools = with_tools(chat.messages, chat.tools), []
+    else:
+        messages, tools = chat.messages, chat.tools
+    segments = template.segments(messages, tools, chat.add_generation_prompt, **chat.template_kwargs)
     if chat.continue_final_message:
         segments = _cut_behind(segments, chat.messages[-1]["content"].strip())
     ids = prompt_ids(model.tokenizer, segments)
     if not ids:
         raise InvalidRequest("the model's chat template makes no text of these messages", param="messages")
-    return Prompt(ids, "".join(segment.text for segment in segments))
+    text = "".join(segment.text for segment in segments)
+    thinking = _thinking(text) if template.thinks else "never"
+    use = task.tools
+    if use is None:
+        grammar = _structure_grammar(task.structure, grammars, thinking)
+        return Prompt(ids, text, AnswerForm(thinking), grammar)
+    form = form or HERMES
+    grammar = grammars.of_tools(form, use.tools, use.choice, parallel=use.parallel, thinking=thinking)
+    return Prompt(ids, text, AnswerForm(thinking, form, use.parallel), grammar)
+
+
+def _thinking(prompt: str) -> Thinking:
+    """What may come before the answer proper, of a model that thinks."""
+    if opened_by(prompt):
+        return "begun"
+    return "never" if prompt.rstrip().endswith(CLOSE) else "maybe"
+
+
+def _structure_grammar(structure: Structure | None, grammars: Grammars, thinking: Thinking) -> str | None:
+    if structure is None:
+        return None
+    value, param = structure.value, structure.param
+    match structure.kind:
+        case "format":
+            return grammars.of_format(value, thinking)
+        case "schema":
+            return grammars.of_schema(value, param, thinking)
+        case "regex":
+            return grammars.of_regex(value, param, thinking)
+        case "choice":
+            return grammars.of_choice(value, param, thinking)
 
 
 def _cut_behind(segments: list[Segment], content: str) -> list[Segment]:
@@ -101,7 +147,9 @@ def choice_inputs(task: GenerateTask, prompts: list[Prompt], facts: ModelFacts, 
         seed = task.sampling.seed if task.sampling.seed is not None else secrets.randbits(63)
         frame = array("i", prompt.input_ids).tobytes()
         for j in range(task.n):
-            sampling = msgspec.structs.replace(task.sampling, max_tokens=max_tokens, seed=_wrap(seed + j))
+            sampling = msgspec.structs.replace(
+                task.sampling, max_tokens=max_tokens, seed=_wrap(seed + j), grammar=prompt.grammar
+            )
             choices.append(ChoiceInput(i, frame, len(prompt.input_ids), sampling, cache_salt.encode()))
     return choices
 

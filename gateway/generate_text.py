@@ -7,6 +7,8 @@ stop string. Of that token's text only what stands before the stop string is giv
 from collections.abc import Sequence
 
 from gateway.detokenize import Detokenizer, TokenBytes
+from gateway.generate_answer import Answer
+from gateway.generate_prompt import Prompt
 from gateway.stop_strings import StopStrings
 from gateway.tasks import GenerateTask, Piece, TokenInfo, TopToken
 from ipc.submit import TokenDelta
@@ -18,12 +20,10 @@ Top = Sequence[tuple[int, float]]
 class ChoiceText:
     """`add` every delta of the choice in order, until a piece has a finish_reason.
 
-    `prompt_ids` and `prompt_text` are needed for `echo` only.
+    Of the prompt, only `echo` needs more than its form.
     """
 
-    def __init__(
-        self, choice: int, task: GenerateTask, tokens: TokenBytes, prompt_ids: Sequence[int], prompt_text: str | None
-    ) -> None:
+    def __init__(self, choice: int, task: GenerateTask, tokens: TokenBytes, prompt: Prompt) -> None:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._choice = choice
@@ -33,7 +33,8 @@ class ChoiceText:
         self._stops = StopStrings(task.stop, include_stop=task.include_stop) if task.stop else None
         self._offset = 0  # characters of text so far, held back ones included
         self._held: list[TokenInfo] = []  # of tokens whose text is held back
-        self._echo = _Echo(prompt_ids, prompt_text, task, tokens) if task.echo else None
+        self._echo = _Echo(prompt, task, tokens) if task.echo else None
+        self._answer = Answer(prompt.form) if prompt.form is not None else None
         self._drop = task.echo and task.max_tokens == 0  # one is generated all the same, for the prompt's logprobs
         self._begun = False
 
@@ -50,7 +51,7 @@ class ChoiceText:
             piece.finish_reason = "length" if delta.tokens or delta.finish_reason else None
         else:
             self._add_tokens(piece, delta)
-        if not piece.text and piece.finish_reason is None:
+        if not (piece.text or piece.reasoning or piece.calls or piece.finish_reason):
             return None
         piece.tokens = piece.tokens + self._held
         self._held = []
@@ -77,7 +78,18 @@ class ChoiceText:
                 parts.append(self._rest())
                 hit = self._stops is not None and self._stops.hit is not None
                 piece.finish_reason = "length" if delta.finish_reason == "length" and not hit else "stop"
-        piece.text += "".join(parts)
+        self._put(piece, "".join(parts))
+
+    def _put(self, piece: Piece, text: str) -> None:
+        """New text, and in the last piece what has been held back."""
+        if self._answer is None:
+            piece.text += text
+            return
+        self._answer.add(piece, text)
+        if piece.finish_reason is not None:
+            self._answer.finish(piece)
+        if self._answer.enough or (piece.finish_reason == "stop" and self._answer.num_calls):
+            piece.finish_reason = "tool_calls"
 
     def _until_stop(self, text: str) -> str:
         """`text` as far as it can be given out. Stop strings do not count before min_tokens."""
@@ -96,9 +108,9 @@ class ChoiceText:
 class _Echo:
     """The prompt, with the likelihoods of its tokens as they come in."""
 
-    def __init__(self, ids: Sequence[int], text: str | None, task: GenerateTask, tokens: TokenBytes) -> None:
-        self._ids = ids
-        self._text = text
+    def __init__(self, prompt: Prompt, task: GenerateTask, tokens: TokenBytes) -> None:
+        self._ids = prompt.input_ids
+        self._text = prompt.text
         self._tokens = tokens
         self._logprobs: list[float] | None = None if task.sampling.prompt_logprobs is None else []
         self._top: list[Top] = []

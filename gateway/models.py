@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenize import TokenBytes
+from gateway.structured import Grammars
 from gateway.template import Prompts, RerankTemplate
 from gateway.tokenize import TextTokenizer, TokenizerError
 
@@ -21,11 +22,18 @@ class ModelFilesError(ValueError):
     """A model directory that cannot be served; the text says what is missing."""
 
 
+class Generator(Struct, frozen=True):
+    """What it takes to generate: what tokens become, what messages do (if the model can chat), and grammars."""
+
+    token_bytes: TokenBytes
+    chat: ChatTemplate
+    grammars: Grammars
+
+
 class ServedModel(Struct, frozen=True):
     """`max_seq_length` counts special tokens too; None: the files name no limit. Whether the model embeds or scores
     is for its running replicas to say; should it score, `template` is its form if it has one, else plain pairs;
-    should it generate, `token_bytes` are what its tokens become, and `chat` what messages do (a template of no sources
-    if it has none). Both are None for files that no generating model has."""
+    should it generate, it needs a `generator`, which not all files can give."""
 
     name: str
     tokenizer: TextTokenizer
@@ -33,8 +41,7 @@ class ServedModel(Struct, frozen=True):
     prompts: Prompts
     uses_token_types: bool
     template: RerankTemplate | None = None
-    token_bytes: TokenBytes | None = None
-    chat: ChatTemplate | None = None
+    generator: Generator | None = None
 
 
 def load_model(name: str, directory: Path) -> ServedModel:
@@ -44,7 +51,7 @@ def load_model(name: str, directory: Path) -> ServedModel:
         raise ModelFilesError(f"model {name!r}: {directory / 'config.json'} is missing")
     try:
         tokenizer = TextTokenizer.from_file(directory / "tokenizer.json")
-        token_bytes, chat = _read_generation(directory, tokenizer, required=_is_causal(config))
+        generator = _read_generator(directory, tokenizer, required=_is_causal(config))
     except (TokenizerError, ChatTemplateError) as error:
         raise ModelFilesError(f"model {name!r}: {error}") from None
     return ServedModel(
@@ -54,21 +61,19 @@ def load_model(name: str, directory: Path) -> ServedModel:
         prompts=Prompts.from_config(_read_json(directory / "config_sentence_transformers.json") or {}),
         uses_token_types=int(config.get("type_vocab_size", 1)) > 1 and tokenizer.pair.type_start is not None,
         template=RerankTemplate.of(tokenizer) if _is_causal(config) else None,
-        token_bytes=token_bytes,
-        chat=chat,
+        generator=generator,
     )
 
 
-def _read_generation(
-    directory: Path, tokenizer: TextTokenizer, required: bool
-) -> tuple[TokenBytes | None, ChatTemplate | None]:
-    """What only a model that generates needs. Raises TokenizerError or ChatTemplateError if that is `required`."""
+def _read_generator(directory: Path, tokenizer: TextTokenizer, required: bool) -> Generator | None:
+    """Raises TokenizerError or ChatTemplateError if it is `required`."""
+    added = [token.content for token in tokenizer.original.get_added_tokens_decoder().values()]
     try:
-        return TokenBytes(tokenizer.original), ChatTemplate.read(directory)
+        return Generator(TokenBytes(tokenizer.original), ChatTemplate.read(directory), Grammars(added))
     except (TokenizerError, ChatTemplateError):
         if required:
             raise
-        return None, None
+        return None
 
 
 def _is_causal(config: dict[str, Any]) -> bool:

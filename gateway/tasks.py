@@ -7,6 +7,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from gateway.tool_calls import ArgumentsDelta, CallStart
+from gateway.tools import Tool, ToolChoice
 from ipc.types import OutputSpec, SamplingParams, Timings
 
 Text = str | list[int]  # token ids are taken as given
@@ -57,6 +59,23 @@ class ChatPrompt(Struct, frozen=True):
     template_kwargs: dict[str, Any] = {}
 
 
+class Structure(Struct, frozen=True):
+    """What an answer must look like: a `response_format`, or a schema, pattern or list of choices. `param` is the
+    client's field that says it."""
+
+    kind: Literal["format", "schema", "regex", "choice"]
+    value: Any
+    param: str
+
+
+class ToolUse(Struct, frozen=True):
+    """What the model may call, or must."""
+
+    tools: list[Tool]
+    choice: ToolChoice
+    parallel: bool = True
+
+
 class GenerateTask(Struct, frozen=True):
     """`n` generations for every one of `prompts`, or for `chat`. Choice i is of prompt i // n.
 
@@ -78,6 +97,8 @@ class GenerateTask(Struct, frozen=True):
     stream: bool = False
     include_usage: bool = False
     cache_salt: str | None = None
+    structure: Structure | None = None
+    tools: ToolUse | None = None
 
     @property
     def num_choices(self) -> int:
@@ -161,6 +182,8 @@ class Piece(Struct):
 
     choice: int
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallStart | ArgumentsDelta] = []
     tokens: list[TokenInfo] = []
     finish_reason: EndReason | None = None
     first: bool = False

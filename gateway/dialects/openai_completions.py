@@ -14,6 +14,7 @@ from gateway.dialects.openai_sampling import (
     read_stop,
     usage_object,
 )
+from gateway.dialects.openai_structure import read_structure
 from gateway.errors import InvalidRequest
 from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, TokenInfo, Usage
 
@@ -50,6 +51,7 @@ def parse_completions(body: bytes) -> GenerateTask:
         stream=bool(fields.stream),
         include_usage=read_include_usage(fields),
         cache_salt=fields.cache_salt,
+        structure=read_structure(fields),
     )
 
 

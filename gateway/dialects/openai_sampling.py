@@ -1,10 +1,11 @@
 """What completions and chat have in common: the fields that say how tokens are picked, and how an answer ends."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from gateway.dialects.fields import TokenId
+from gateway.dialects.openai_structure import StructureBody
 from gateway.errors import InvalidRequest
 from gateway.tasks import Usage
 from ipc.types import SamplingParams
@@ -22,7 +23,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class SamplingBody(Struct):
+class SamplingBody(StructureBody, kw_only=True):
     """None is the same as not given, everywhere."""
 
     model: str
@@ -51,6 +52,8 @@ class SamplingBody(Struct):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
 
 def read_sampling(fields: SamplingBody, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:

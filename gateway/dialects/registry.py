@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from gateway.dialects import openai, openai_completions, rerank
+from gateway.dialects import openai, openai_chat, openai_completions, rerank
 from gateway.tasks import GenerateTask, Head, Piece, Task, Usage
 
 
@@ -41,4 +41,5 @@ DIALECTS = (
         openai_completions.render_completions,
         openai_completions.CompletionEvents,
     ),
+    Dialect("/v1/chat/completions", openai_chat.parse_chat, openai_chat.render_chat, openai_chat.ChatEvents),
 )
