@@ -18,6 +18,7 @@ class Part(Struct):
 class FunctionCall(Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1)]
     arguments: str  # JSON, as a rule
+    parsed_arguments: Any = None  # the OpenAI SDK's own reading of it
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class Message(Struct, forbid_unknown_fields=True):
     # what clients send back of an answer they got; nothing in it means anything here
     refusal: str | None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
     audio: None = None
     function_call: None = None
 

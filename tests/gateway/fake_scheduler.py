@@ -40,7 +40,7 @@ def chat_facts(**changes: object) -> ModelFacts:
     """Of the model that conftest.write_chat_model writes."""
     values = {
         "name": "chat", "architecture": "LlamaForCausalLM", "task": "generate", "vocab_size": 300,
-        "max_model_len": 512, "dimension": 1, "num_blocks": 64, "eos_token_ids": (0, 2),
+        "max_model_len": 2048, "dimension": 1, "num_blocks": 64, "eos_token_ids": (0, 2),
     }  # fmt: skip
     return facts(**(values | changes))
 
