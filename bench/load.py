@@ -1,7 +1,8 @@
 """Load from processes of their own: what to send, what came of it, exact percentiles.
 
-`run_load` starts one process for each spec (bench.closed_loop or bench.open_loop), lets them connect and warm up,
-releases all of them together and collects their results. Every run is bounded in requests and in time.
+`run_load` starts one process for each spec (bench.closed_loop, bench.open_loop or bench.stream_loop), lets them
+connect and warm up, releases all of them together and collects their results. Every run is bounded in requests and in
+time.
 """
 
 import math
@@ -32,16 +33,24 @@ class LoadSpec(Struct, kw_only=True, forbid_unknown_fields=True):
     rate: float = 0.0  # requests/s; 0: closed loop
     headers: dict[str, str] = {}
     seed: int = 1
+    stream: bool = False  # answers are streams of tokens; every body is sent once, the first num_warmup unmeasured
     allow_remote: bool = False
 
 
 class LoadResult(Struct, kw_only=True):
-    """What one load process saw. `latencies_ms` holds every good answer, in order of completion."""
+    """What one load process saw. `latencies_ms` holds every good answer, in order of completion.
+
+    Of streams: the time to the first token and the number of tokens of each, in the same order (`latencies_ms` is the
+    time to the last token), and the gaps between events of all.
+    """
 
     seconds: float
     latencies_ms: list[float]
     errors: dict[str, int] = {}
     headers_ms: dict[str, float] = {}  # means of the answers' X-…-Ms headers (tokenize, queue, compute)
+    first_ms: list[float] = []
+    gaps_ms: list[float] = []
+    num_tokens: list[int] = []
 
     @property
     def requests_per_s(self) -> float:
@@ -109,7 +118,7 @@ def run_one(spec: LoadSpec) -> LoadResult:
 
 
 def _start(spec: LoadSpec) -> "subprocess.Popen[bytes]":
-    module = "bench.open_loop" if spec.rate else "bench.closed_loop"
+    module = "bench.stream_loop" if spec.stream else "bench.open_loop" if spec.rate else "bench.closed_loop"
     command = [sys.executable, "-m", module]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None

@@ -2,9 +2,10 @@
 
     python -m bench.random_model DIRECTORY --tokenizer tokenizer.json [--size 0.6b | tiny]
 
-writes `embed` (Qwen3-Embedding: causal, last token, normalised), `score` (Qwen3-Reranker: "yes" against "no") and
-`pplx` (bidirectional, mean, not normalised) into DIRECTORY; one weights file, linked three times. Projections back
-into the stream are small, as in a trained model, so that a vector depends on the whole text and bf16 does it no harm.
+writes `embed` (Qwen3-Embedding: causal, last token, normalised), `score` (Qwen3-Reranker: "yes" against "no"), `pplx`
+(bidirectional, mean, not normalised) and `generate` (Qwen3, tied) into DIRECTORY; one weights file, linked.
+Projections back into the stream are small, as in a trained model, so that a vector depends on the whole text and bf16
+does it no harm.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 SEED = 20261130
 EMBEDDING_STD = 0.05
-KINDS = ("embed", "score", "pplx")
+KINDS = ("embed", "score", "pplx")  # of the tables
 
 
 class Shape(Struct, frozen=True):
@@ -45,7 +46,7 @@ SHAPES = {
 
 def write_models(target: Path, tokenizer: Path, shape: Shape) -> dict[str, Path]:
     """Kind → directory; what is there already is kept. `tokenizer` is a tokenizer.json of Qwen's vocabulary."""
-    directories = {kind: target / kind for kind in KINDS}
+    directories = {kind: target / kind for kind in (*KINDS, "generate")}
     if all((directory / "complete").exists() for directory in directories.values()):
         return directories
     for directory in directories.values():
@@ -107,7 +108,7 @@ def _files(kind: str, shape: Shape) -> dict[str, Any]:
             "pad_token": "<|endoftext|>",
         },
     }
-    if kind == "score":
+    if kind in ("score", "generate"):
         return files
     modules = ["Transformer", "Pooling", *(["Normalize"] if kind == "embed" else [])]
     files["modules.json"] = [
@@ -162,8 +163,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="0.6b")
     args = parser.parse_args()
     began = time.perf_counter()
-    write_models(args.directory, args.tokenizer, SHAPES[args.size])
-    print(f"{args.directory}: {', '.join(KINDS)} ({time.perf_counter() - began:.1f} s)")
+    written = write_models(args.directory, args.tokenizer, SHAPES[args.size])
+    print(f"{args.directory}: {', '.join(written)} ({time.perf_counter() - began:.1f} s)")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,12 @@
     python -m bench.run embeddings --peer sentence-transformers --peer onnxruntime
     python -m bench.run embeddings --peer vllm --hardware h200 --tokenizer tokenizer.json
 
+    python -m bench.run generation --peer transformers
+    python -m bench.run generation --peer vllm --hardware h200 --device cuda --tokenizer tokenizer.json
+
 The first is for a CPU and the default model. The second, on one GPU, is the four tables over HTTP with random weights
 in Qwen3's shape; `--peer vllm` means its variants with one and with four API servers and the one with its defaults.
+The third and fourth stream tokens: the default chat model on a CPU, random weights in Qwen3-0.6B's shape on a GPU.
 Prints a table, and the path of the JSON file as its last line.
 """
 
@@ -15,9 +19,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import embeddings, http_embeddings, report
+from bench import embeddings, generation, http_embeddings, report
 from bench.load import LoadError
-from bench.peers import HTTP_PEERS, PEERS, HttpSetup, Setup, make_http_peer
+from bench.peers import GENERATING_PEERS, HTTP_PEERS, PEERS, GeneratingSetup, HttpSetup, Setup, make_http_peer
 from bench.servers import ServerFailed, read, running
 from bench.stack import StackFailed, default_model, end_in_order_when_told
 from bench.tables import cases
@@ -26,6 +30,7 @@ from bench.workloads import load_tokenizer
 
 MAX_LENGTH = 256  # tokens: the default model's own limit
 READY_S = 400.0
+SHARED_MEMORY, ALONE_MEMORY = 0.42, 0.85  # of the GPU, for each of two servers or for one
 VARIANTS = {"vllm": ("vllm", "vllm-api4", "vllm-default")}
 
 
@@ -88,7 +93,42 @@ def variants_of(name: str, exactly: bool) -> tuple[str, ...]:
     return (name,) if exactly else VARIANTS.get(name, (name,))
 
 
-SUITES = {"embeddings": run_embeddings}
+def run_generation(args: argparse.Namespace, into: report.Report) -> None:
+    on_gpu = args.device == "cuda"
+    with ExitStack() as stack:
+        state = args.state or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bqb-")))
+        name, directory = _random_chat_model(args, state) if args.tokenizer or args.models else default_model(1)
+        cases = generation.GPU_CASES if on_gpu else generation.CPU_CASES
+        setup = GeneratingSetup(
+            model=name,
+            model_dir=directory,
+            num_threads=args.threads or len(os.sched_getaffinity(0)),
+            state=state,
+            max_model_len=max(case.length + case.num_tokens for case in cases),
+            memory_fraction=ALONE_MEMORY if args.alone else SHARED_MEMORY,
+            device="cuda" if on_gpu else "cpu",
+            peer_site=args.peer_site,
+        )
+        options = generation.Options(
+            peers=args.peer,
+            cases=generation.shortened(cases) if args.quick else cases,
+            repeats=1 if args.quick else args.repeats,
+            alone=args.alone,
+            passages=args.passages,
+        )
+        generation.run(into, setup, options, lambda filled: report.write(filled, args.results))
+
+
+def _random_chat_model(args: argparse.Namespace, state: Path) -> tuple[str, Path]:
+    from bench.random_model import SHAPES, write_models  # torch: only here
+
+    models = args.models or state / "models"
+    if args.tokenizer is not None:
+        write_models(models, args.tokenizer, SHAPES[args.size])
+    return "generate", models / "generate"
+
+
+SUITES = {"embeddings": run_embeddings, "generation": run_generation}
 
 
 def main() -> None:
@@ -114,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("suite", choices=SUITES)
-    names = dict.fromkeys([*PEERS, *HTTP_PEERS])
+    names = dict.fromkeys([*PEERS, *HTTP_PEERS, *GENERATING_PEERS])
     parser.add_argument("--peer", action="append", default=[], choices=[name for name in names if name != "ours"])
     parser.add_argument("--hardware", default="cpu", help="short name of the machine, part of the file's name")
     parser.add_argument("--repeats", type=int, default=3)
@@ -135,6 +175,8 @@ def build_parser() -> argparse.ArgumentParser:
     tables.add_argument("--gpu-times", type=Path, help="what bench.gpu_time wrote")
     tables.add_argument("--budget-s", type=float, default=3600.0, help="no case begins after so many seconds")
     tables.add_argument("--device", default="auto", help="of our ranks")
+    streams = parser.add_argument_group("generation")
+    streams.add_argument("--alone", action="store_true", help="one peer after the other, each with the whole GPU")
     return parser
 
 

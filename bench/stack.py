@@ -62,17 +62,20 @@ class RunningStack(Struct, frozen=True):
         return sorted((self.run_dir / "logs").glob("*.log"))
 
 
-def default_model(name: str = "") -> tuple[str, Path]:
-    """Name and directory of the model `name` of the configuration, or of its first; fetched where it is missing."""
+def default_model(index: int = 0) -> tuple[str, Path]:
+    """Name and directory of a model of the configuration, fetched where it is missing: 0 embeds, 1 chats."""
     config = load_config(find_config(None))
-    model = config.model(name) if name else config.models[0]
+    model = config.models[index]
     return model.name, resolve_source(model.source, Path(config.cache_dir), refresh=False, progress=_quiet)
 
 
 @contextmanager
-def real_stack(overrides: Sequence[str] = (), model: str = "") -> Iterator[RunningStack]:
-    """A stack as a user runs it, of one model alone (see `default_model`); `overrides` as after --set."""
-    name, directory = default_model(model)  # fetched before the clock starts
+def real_stack(overrides: Sequence[str] = (), model: tuple[str, Path] | None = None) -> Iterator[RunningStack]:
+    """A stack as a user runs it, of one model alone: name and directory, by default of the first of the configuration.
+
+    `overrides` are as after --set.
+    """
+    name, directory = model or default_model()  # fetched before the clock starts
     with _run_dir() as run_dir, ExitStack() as processes:
         port = free_port()
         config = run_dir / "bench.toml"

@@ -1,6 +1,7 @@
 """What a benchmark compares: ours and others behind one small protocol. A new peer is a file and a line here.
 
-Two kinds: peers that encode texts when asked to (`Peer`), and servers that load is sent to (`HttpPeer`).
+Three kinds: peers that encode texts when asked to (`Peer`), servers that load is sent to (`HttpPeer`), and peers that
+generate (`GeneratingPeer`).
 """
 
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from bench.load import LoadResult
     from bench.servers import ServerSpec
 
 PEERS = {
@@ -25,6 +27,11 @@ HTTP_PEERS = {
     "vllm": "bench.peers.vllm:one_api_server",
     "vllm-api4": "bench.peers.vllm:four_api_servers",
     "vllm-default": "bench.peers.vllm:defaults",
+}
+GENERATING_PEERS = {
+    "ours": "bench.peers.ours_generating:OursGenerating",
+    "transformers": "bench.peers.transformers:Transformers",
+    "vllm": "bench.peers.vllm_generating:VllmGenerating",
 }
 
 
@@ -92,4 +99,40 @@ def make_http_peer(name: str) -> HttpPeer:
     """Raises KeyError for an unknown name."""
     module, _, attribute = HTTP_PEERS[name].partition(":")
     peer: HttpPeer = getattr(import_module(module), attribute)()
+    return peer
+
+
+class GeneratingSetup(Struct, frozen=True):
+    """The same for every peer of a run of the suite `generation`."""
+
+    model: str
+    model_dir: Path
+    num_threads: int
+    state: Path  # logs and the like
+    max_model_len: int
+    memory_fraction: float  # of the GPU, for each
+    device: str = "cpu"
+    peer_site: Path | None = None
+
+
+class GeneratingPeer(Protocol):
+    """Greedy, and never ended by an eos token, so that every peer does the same work."""
+
+    name: str
+    label: str
+
+    def launch(self, setup: GeneratingSetup) -> AbstractContextManager[None]:
+        """Ready inside the block; everything it started is gone after it."""
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, in_flight: int, num_warmup: int) -> "LoadResult":
+        """`num_tokens` for each prompt but the first `num_warmup`, timed token by token."""
+
+    def complete(self, prompt: list[int], num_tokens: int) -> str:
+        """The text after `prompt`."""
+
+
+def make_generating_peer(name: str) -> GeneratingPeer:
+    """Raises KeyError for an unknown name and ImportError for one whose packages are missing."""
+    module, _, attribute = GENERATING_PEERS[name].partition(":")
+    peer: GeneratingPeer = getattr(import_module(module), attribute)()
     return peer

@@ -22,6 +22,7 @@ RERANKER = {
 }
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 COMPILING = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # at the start alone; several servers start together
+WITHOUT = ("PYTHONPATH", "FLASHINFER_DISABLE_JIT", "FLASHINFER_WORKSPACE_BASE")  # ours
 
 
 class Vllm:
@@ -58,7 +59,7 @@ class Vllm:
             port=port,
             ready_path="/health",
             environment=environment,
-            without=("PYTHONPATH", "FLASHINFER_DISABLE_JIT", "FLASHINFER_WORKSPACE_BASE"),
+            without=WITHOUT,
             settings=" ".join(options),
         )
 

@@ -1,0 +1,86 @@
+"""transformers in this process: no HTTP, no `generate` around the forward pass, its cache and attention as they are.
+
+Several in flight means one batch of prompts of equal length, so that nothing is padded. The data type is the faster
+one of those tried at the start.
+"""
+
+import copy
+import inspect
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from bench.load import LoadResult
+from bench.peers import GeneratingSetup
+
+DTYPES = (torch.float32, torch.bfloat16)
+TRIAL_PROMPT, TRIAL_TOKENS = 64, 16
+
+
+class Transformers:
+    name = "transformers"
+    label = f"transformers {transformers.__version__}"
+
+    @contextmanager
+    def launch(self, setup: GeneratingSetup) -> Iterator[None]:
+        torch.set_num_threads(setup.num_threads)
+        self._tokenizer = Tokenizer.from_file(str(setup.model_dir / "tokenizer.json"))
+        gguf = {"gguf_file": "model.gguf"} if (setup.model_dir / "model.gguf").exists() else {}
+        transformers.utils.logging.disable_progress_bar()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            setup.model_dir, dtype=torch.float32, attn_implementation="sdpa", **gguf
+        ).eval()
+        models = [copy.deepcopy(self._model).to(dtype) for dtype in DTYPES]
+        self._model = min(models, key=self._trial)
+        self.label = f"{type(self).label} ({str(self._model.dtype).removeprefix('torch.')})"
+        yield
+        del self._model
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, in_flight: int, num_warmup: int) -> LoadResult:
+        if num_warmup:
+            self._batch(prompts[:in_flight], min(num_tokens, TRIAL_TOKENS))
+        result = LoadResult(seconds=0.0, latencies_ms=[])
+        began = time.perf_counter()
+        for start in range(num_warmup, len(prompts), in_flight):
+            batch = prompts[start : start + in_flight]
+            _, times_ms = self._batch(batch, num_tokens)
+            for _ in batch:
+                result.first_ms.append(times_ms[0])
+                result.latencies_ms.append(times_ms[-1])
+                result.gaps_ms += [b - a for a, b in itertools.pairwise(times_ms)]
+                result.num_tokens.append(num_tokens)
+        result.seconds = time.perf_counter() - began
+        return result
+
+    def complete(self, prompt: list[int], num_tokens: int) -> str:
+        tokens, _ = self._batch([prompt], num_tokens)
+        return str(self._tokenizer.decode(tokens[0].tolist()))
+
+    def _trial(self, model: transformers.PreTrainedModel) -> float:
+        """Seconds of a short generation by `model`."""
+        self._model = model
+        prompt = [list(range(1, 1 + TRIAL_PROMPT))]
+        self._batch(prompt, 4)
+        began = time.perf_counter()
+        self._batch(prompt, TRIAL_TOKENS)
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def _batch(self, prompts: list[list[int]], num_tokens: int) -> tuple[torch.Tensor, list[float]]:
+        """The tokens [prompts, num_tokens], and when each column was known, in ms from the start."""
+        began = time.perf_counter()
+        parameters = inspect.signature(self._model.forward).parameters
+        cache = {"cache" if "cache" in parameters else "past_key_values": transformers.DynamicCache()}  # newer, older
+        ids = torch.tensor(prompts)
+        columns, times_ms = [], []
+        for _ in range(num_tokens):
+            logits = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+            columns.append(ids)
+            times_ms.append((time.perf_counter() - began) * 1000)
+        return torch.cat(columns, 1), times_ms
