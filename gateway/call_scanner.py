@@ -68,22 +68,26 @@ class CallScanner:
         return "".join(self._raw)
 
     def feed(self, text: str) -> Scanned:
-        at = 0
+        at, name = 0, None
         for char in text:
             self._step(char)
             at += self.state != "failed"
             if self.state != "open":
                 break
-        name = None
+            if not self.sure and self._is_call():
+                self.sure, name = True, self._name
+        if self.state == "done" and not self.sure:
+            self.sure, name = True, self._name
         if not self.sure:
             self._raw.append(text[:at])
-            if self._name is not None and self._arguments is not None and self.state != "failed":
-                self.sure, name, self._raw = True, self._name, []
         arguments = ""
         if self.sure and self._arguments:
             arguments = "".join(self._arguments)
             self._arguments.clear()
         return Scanned(name, arguments, text[at:])
+
+    def _is_call(self) -> bool:
+        return self._name is not None and self._arguments is not None
 
     def _step(self, char: str) -> None:
         if self._value is not None:
@@ -152,4 +156,4 @@ class CallScanner:
     def _end(self) -> None:
         if self._arguments is None and not self._needs_arguments:
             self._arguments = ["{}"]
-        self.state = "done" if self._name is not None and self._arguments is not None else "failed"
+        self.state = "done" if self._is_call() else "failed"
