@@ -22,16 +22,25 @@ class TritonPagedBackend:
     def paged(self, rows: PagedRows, caches: Sequence[PagedKV]) -> Attend:
         return TritonPaged(rows, caches)
 
+    def static(self, rows: PagedRows, caches: Sequence[PagedKV], shape: AttentionShape) -> "TritonPaged":
+        return TritonPaged(rows, caches)
+
 
 class TritonPaged:
-    """One forward pass. It launches the same for any lengths, so a graph of it is right for all of the same bounds."""
+    """Launches the same for any lengths, so a graph of it is right for all steps of the same bounds."""
 
     def __init__(self, rows: PagedRows, caches: Sequence[PagedKV]) -> None:
         self._rows = rows
-        self._caches = iter(caches)
+        self._caches = caches
+        self._layer = 0  # of the next call
+
+    def prepare(self, cu_seqlens_host: list[int]) -> None:
+        """Nothing to plan; the next call is the first layer's, also where a pass before it broke off."""
+        self._layer = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        rows, cache = self._rows, next(self._caches)
+        rows, cache = self._rows, self._caches[self._layer]
+        self._layer = (self._layer + 1) % len(self._caches)
         kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
         where = (cache.k, cache.v, rows.cu_seqlens_q, rows.kv_lengths, rows.block_table)
         short = min(rows.max_q_len, MAX_SHORT)

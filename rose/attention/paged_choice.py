@@ -1,0 +1,80 @@
+"""Attention over a paged cache on a GPU: which backends can run, and which one serves how many rows.
+
+The choice follows from (heads, head_dim, number of rows, queries of a row), never from lengths, so that every rank and
+every replay of a graph agrees. bench/micro/decode_step.py measures the table (paged_choice_table.py).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import log2
+from typing import NamedTuple
+
+import torch
+
+from rose.attention.interface import Attend, AttentionShape
+from rose.attention.paged import PagedKV, PagedRows
+from rose.attention.paged_choice_table import TABLE
+from rose.attention.paged_triton import TritonPagedBackend
+from rose.attention.static import StaticAttention
+
+
+class PagedChoice(NamedTuple):
+    """The fastest backend where it was measured: rows of q queries each."""
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    num_rows: int
+    q: int
+    backend: str
+
+
+class PagedBackends:
+    """`override` names the one to use, or is auto. Raises ValueError for one that cannot run here."""
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, override: str) -> None:
+        self._shape = shape
+        self._made = {"triton": TritonPagedBackend()}
+        if override not in ("auto", *self._made):
+            raise ValueError(
+                f"attention backend {override!r} is not available here for language models: "
+                f"use auto or {', '.join(self._made)}"
+            )
+        self._override = None if override == "auto" else override
+        self.choose = cache(self._choose)
+
+    def paged(self, rows: PagedRows, caches: Sequence[PagedKV]) -> Attend:
+        """One forward pass of a step that has no graph."""
+        return self._made["triton"].paged(rows, caches)
+
+    def static(self, name: str, rows: PagedRows, caches: Sequence[PagedKV]) -> StaticAttention:
+        """For graphs over the device's `rows`. `prepare` is given offsets of the rows' bounds of keys."""
+        return self._made[name].static(rows, caches, self._shape)
+
+    def _choose(self, num_rows: int, q: int) -> str:
+        return self._override or choose(self._shape, num_rows, q, available=tuple(self._made))
+
+
+def choose(
+    shape: AttentionShape,
+    num_rows: int,
+    q: int,
+    *,
+    available: Sequence[str],
+    table: Sequence[PagedChoice] | None = None,
+) -> str:
+    """The backend measured fastest at the point nearest in (rows, queries), of the nearest heads; on a logarithmic
+    scale, among those `available`."""
+    rows = [row for row in (_TABLE if table is None else table) if row.backend in available]
+    if not rows:
+        return available[0]
+    return min(rows, key=lambda row: _distance(row, shape, num_rows, q)).backend
+
+
+def _distance(row: PagedChoice, shape: AttentionShape, num_rows: int, q: int) -> tuple[float, float]:
+    heads = abs(log2(row.num_heads / row.num_kv_heads * shape.num_kv_heads / shape.num_heads))
+    kv_rows = log2(row.num_rows * row.num_kv_heads) - log2(num_rows * shape.num_kv_heads)
+    return abs(log2(row.head_dim / shape.head_dim)) + heads, abs(kv_rows) + abs(log2(row.q / q))
+
+
+_TABLE = tuple(PagedChoice(*row) for row in TABLE)

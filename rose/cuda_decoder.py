@@ -1,0 +1,252 @@
+"""A language model's steps on a GPU. See rose.decoder_runner for the interface.
+
+A step of decode rows alone is one copy in, one graph, one copy out; what else a step may hold (sequences that come and
+go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way through the
+model, without a graph. Nothing on the way from plan to LazyTensor waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ipc.step import GEN_KIND, GEN_MAX_LENGTH, GEN_SLOT, KIND_DECODE, STATUS_OK, StepPlan
+from ipc.step_ring import Arrays, StepRing
+from ipc.types import ModelFacts
+from rose.attention.interface import AttentionShape
+from rose.attention.paged import PagedKV
+from rose.attention.paged_choice import PagedBackends
+from rose.attention.static import StaticAttention
+from rose.batch import Int32s
+from rose.config import RankConfig
+from rose.cuda_stream import Bytes, CudaStream, StepStream
+from rose.decode_buffers import DecodeBuffers, StagedOutputs
+from rose.decoder import Decoder, DecoderParts, LanguageModel
+from rose.generate_batch import GenerateRows, read_rows
+from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
+from rose.graphs import GraphManager
+from rose.layers.kernel_layers import use_kernels
+from rose.lazy_tensor import as_step_error
+from rose.models.config import ModelConfig, ModelError
+from rose.residents import Residents
+from rose.runner import LazyTensor, OutOfMemory
+from rose.sampling.params import Needs
+from rose.shape_list import read_shapes, write_shapes
+from rose.static_decoder import StaticDecoder, attention_of, decode_key, needs_of
+
+COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True))  # captured ahead, if anything is
+
+
+class CudaDecoder:
+    """`stream` is the device's; `shapes` is where the list of captured shapes is kept, if anywhere.
+
+    Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: Sequence[PagedKV],
+        model_config: ModelConfig,
+        facts: ModelFacts,
+        config: RankConfig,
+        *,
+        device: torch.device,
+        stream: StepStream | None = None,
+        shapes: Path | None = None,
+    ) -> None:
+        use_kernels(model)
+        language_model = cast(LanguageModel, model)
+        self._facts, self._caches, self._shapes = facts, caches, shapes
+        self._residents = Residents(facts, device)
+        self._nobody = facts.max_num_seqs
+        self._buffers = DecodeBuffers(facts, self._residents.slots.block_table.shape[1], device)
+        self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
+        self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
+        self._attention = _backends(model_config, caches[0].k.dtype, device, config.attention)
+        self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self._residents, facts)
+        self._static = StaticDecoder(language_model, self._residents, self._buffers)
+        self._failed_step = 0  # the newest that ran out of memory
+        self._num_rows = self._num_padding = 0
+        self.graphs = GraphManager(
+            self._policy(config),
+            self._stream,
+            attention=self._static_attention,
+            attend_once=lambda key, _: self._static_attention(key),
+            forward=self._static.forward,
+            free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
+            on_capture=self._keep_shapes,
+        )
+        while config.capture == "eager" and self.graphs.capture_listed(self._fill):
+            pass
+        self._stream.drain()
+
+    @torch.inference_mode()
+    def generate(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
+        """Raises OutOfMemory: the tables hold, the rows did nothing."""
+        kinds = arrays["rows"][: plan.num_seqs, GEN_KIND]
+        if plan.last_applied < self._failed_step:
+            self._residents.apply_tables(plan, arrays)
+            raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
+        launch = self._decode if plan.num_seqs and (kinds == KIND_DECODE).all() else self._launch_any
+        try:
+            return launch(plan, arrays)
+        except (RuntimeError, MemoryError) as error:
+            step_error = as_step_error(error)
+            if not isinstance(step_error, OutOfMemory):
+                raise
+            self._failed_step = plan.step
+            raise step_error from error
+
+    @property
+    def idle_work(self) -> bool:
+        return self.graphs.num_waiting > 0
+
+    @torch.inference_mode()
+    def idle(self) -> LazyTensor:
+        """Captures one listed shape, if any is left."""
+        try:
+            self.graphs.capture_listed(self._fill)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from error
+        return self._stream.finish()
+
+    @torch.inference_mode()
+    def attach(self, ring: StepRing | None) -> None:
+        self._decoder.clear()
+        self._failed_step = 0
+        self._stream.attach(None if ring is None else ring.memory)
+
+    def drain(self) -> None:
+        self._stream.drain()
+
+    def close(self) -> None:
+        self._stream.drain()
+
+    def figures(self) -> dict[str, float]:
+        counters = self.graphs.counters
+        return {
+            "graph_replays_total": counters.replays,
+            "graph_captures_total": counters.captures,
+            "graph_evictions_total": counters.evictions,
+            "graph_capture_seconds_total": counters.capture_seconds,
+            "graph_longest_capture_seconds": counters.longest_capture_seconds,
+            "graph_memory_bytes": counters.memory_bytes,
+            "graphs": self.graphs.num_graphs,
+            "graphs_waiting": self.graphs.num_waiting,
+            "eager_steps_total": counters.eager,
+            "decode_rows_total": self._num_rows,
+            "padding_rows_total": self._num_padding,
+        }
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def _decode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
+        """Decode rows only: one graph."""
+        self._residents.apply_tables(plan, arrays)
+        rows = read_rows(plan, arrays, self._facts, self._residents.host)
+        needs = self._residents.sampler.needs(rows.slots.tolist())
+        key = self.key(plan.num_seqs, needs)
+        self._num_rows += plan.num_seqs
+        self._num_padding += key.num_seqs - plan.num_seqs
+        arrays["rows"][plan.num_seqs : key.num_seqs, GEN_SLOT] = self._nobody
+        buffers, stream = self._buffers, self._stream
+        stream.copy_in(buffers.table_bytes(key.num_seqs), buffers.slot_table(arrays, key.num_seqs))
+        self.graphs.run(key, _key_bounds(rows, key.num_seqs))
+        num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
+        stream.copy_out(buffers.outputs[:num_bytes], cast(Bytes, arrays["outputs"][:num_bytes]))
+        lazy = stream.finish()
+        if (rows.status == STATUS_OK).all():
+            return lazy
+        return _Landing(lazy, partial(_fail_rows, rows.status.copy(), arrays))
+
+    def _launch_any(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
+        """Any rows, without a graph; outputs by way of page-locked memory."""
+        staged, landing = self._staged.take(arrays)
+        self._decoder.run(plan, staged)
+        return _Landing(self._stream.finish(), landing)
+
+    # --- shapes ---------------------------------------------------------------------------------------------
+
+    def key(self, num_rows: int, needs: Needs) -> GraphKey:
+        """Of a step of so many decode rows, with what their sampling needs."""
+        padded = padded_seqs(num_rows, self._facts.max_num_seqs)
+        return decode_key(padded, self._attention.choose(padded, 1), needs)
+
+    def _policy(self, config: RankConfig) -> GraphPolicy:
+        most = self._facts.max_num_seqs
+        known = [] if self._shapes is None else [key for key in read_shapes(self._shapes) if self._is_ours(key)]
+        if config.capture == "eager":
+            sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
+            known += [self.key(size, needs) for needs in COMMON_NEEDS for size in sizes]
+        return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most, known=dict.fromkeys(known))
+
+    def _is_ours(self, key: GraphKey) -> bool:
+        """Whether steps can still have this key: limits and choices may have changed since it was listed."""
+        try:
+            return key.num_seqs <= self._facts.max_num_seqs and key == self.key(key.num_seqs, needs_of(key))
+        except TypeError:  # sampling has no such need any more
+            return False
+
+    def _keep_shapes(self) -> None:
+        if self._shapes is not None:
+            write_shapes(self._shapes, reversed(self.graphs.keys))
+
+    def _fill(self, key: GraphKey) -> list[int]:
+        """Makes the buffers a step of nobody's rows."""
+        self._buffers.table[: key.num_seqs, GEN_SLOT] = self._nobody
+        return [0] * (key.num_seqs + 1)
+
+    def _static_attention(self, key: GraphKey) -> StaticAttention:
+        return self._attention.static(attention_of(key), self._static.paged_rows(key), self._caches)
+
+
+class _Landing:
+    """A step's result with something left to do on the host once it is there."""
+
+    def __init__(self, lazy: LazyTensor, work: Callable[[], None]) -> None:
+        self._lazy = lazy
+        self._work: Callable[[], None] | None = work
+
+    def ready(self) -> bool:
+        if not self._lazy.ready():
+            return False
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+        return True
+
+    def fileno(self) -> int:
+        return self._lazy.fileno()
+
+
+def _backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:
+    shape = AttentionShape(
+        model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim**-0.5, model.causal
+    )
+    try:
+        return PagedBackends(shape, dtype, device, override=override)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
+def _key_bounds(rows: GenerateRows, num_seqs: int) -> list[int]:
+    """Offsets [num_seqs + 1] of the keys that each row has at most; rows that pad the step have none."""
+    bounds = np.zeros(num_seqs + 1, np.int64)
+    bounds[1 : len(rows.table) + 1] = rows.table[:, GEN_MAX_LENGTH]
+    return bounds.cumsum().tolist()
+
+
+def _fail_rows(status: Int32s, arrays: Arrays) -> None:
+    """Rows that failed before the step ran: they took part, and answer nothing."""
+    failed = np.flatnonzero(status != STATUS_OK)
+    arrays["status"][failed] = status[failed]
+    arrays["num_tokens"][failed] = 0
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]

@@ -1,0 +1,121 @@
+"""The static device memory of decode and verify steps: what their graphs read and write. See rose.step_buffers.
+
+One set serves all steps: they run one after the other on one stream, and so do the copies between these buffers and
+the slots of the ring.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ipc.step_ring import ArrayField, Arrays, field_offsets, generate_layout
+from ipc.types import ModelFacts
+from rose.cuda_stream import Bytes
+from rose.graph_policy import GraphKey
+from rose.kernels.slot_rows import DecodeRows, RowOutputs
+
+_ROW_BYTES = 32  # a line of the table of rows
+_DTYPES = {"int32": torch.int32, "float32": torch.float32, "uint8": torch.uint8}
+
+
+class DecodeBuffers:
+    """`outputs` is laid out like a slot's region; everything else is made from `table` and the slots by a kernel.
+
+    N = max_num_seqs, k = max_draft_tokens. `max_blocks`: entries of a slot's block table.
+    """
+
+    def __init__(self, facts: ModelFacts, max_blocks: int, device: torch.device) -> None:
+        layout = generate_layout(facts)
+        num_rows, width = facts.max_num_seqs, facts.max_draft_tokens + 1
+        offsets, _ = field_offsets(layout.inputs)
+        self._rows_at = dict(zip((field.name for field in layout.inputs), offsets, strict=True))["rows"]
+        offsets, num_bytes = field_offsets(layout.outputs)
+        ends = dict(zip((field.name for field in layout.outputs), [*offsets[1:], num_bytes], strict=True))
+        self._brief_bytes, self._all_bytes = ends["logprobs"], ends["top_logprobs"]
+        self.outputs = torch.zeros(self._all_bytes, dtype=torch.uint8, device=device)
+        self._outputs = {
+            field.name: _view(self.outputs, offset, field)
+            for field, offset in zip(layout.outputs, offsets, strict=True)
+            if offset < ends["top_logprobs"]
+        }
+        self.logprobs, self.top_ids, self.top_logprobs = (
+            self._outputs[name] for name in ("logprobs", "top_ids", "top_logprobs")
+        )
+        self.table = torch.zeros(num_rows, 8, dtype=torch.int32, device=device)
+        self._per_row = torch.zeros(5, num_rows, dtype=torch.int32, device=device)
+        self._per_token = torch.zeros(3, num_rows * width, dtype=torch.int32, device=device)
+        self._cu_seqlens_q = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
+        self.ones = torch.ones(num_rows, dtype=torch.int32, device=device)
+
+    def rows(self, key: GraphKey) -> DecodeRows:
+        """Views of a key's rows: the first of each buffer."""
+        num_rows, num_tokens = key.num_seqs, key.num_tokens
+        slots, status, kv_lengths, num_known, num_output = self._per_row[:, :num_rows]
+        input_ids, positions, slot_mapping = self._per_token[:, :num_tokens]
+        return DecodeRows(
+            table=self.table[:num_rows],
+            slots=slots,
+            status=status,
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
+            kv_lengths=kv_lengths,
+            block_table=self._block_table[:num_rows],
+            num_known=num_known,
+            num_output=num_output,
+        )
+
+    def row_outputs(self, num_rows: int) -> RowOutputs:
+        return RowOutputs(*(self._outputs[name][:num_rows] for name in RowOutputs._fields))
+
+    def table_bytes(self, num_rows: int) -> Tensor:
+        """The lines of so many rows, uint8."""
+        return self.table[:num_rows].view(torch.uint8).view(-1)
+
+    def slot_table(self, arrays: Arrays, num_rows: int) -> Bytes:
+        """The same lines in a step's slot."""
+        return cast(Bytes, arrays["inputs"][self._rows_at : self._rows_at + _ROW_BYTES * num_rows])
+
+    def output_bytes(self, *, logprobs: bool) -> int:
+        """How much of a slot's outputs a step uses."""
+        return self._all_bytes if logprobs else self._brief_bytes
+
+
+def _view(region: Tensor, offset: int, field: ArrayField) -> Tensor:
+    return region[offset : offset + field.num_bytes].view(_DTYPES[field.dtype]).view(field.shape)
+
+
+class StagedOutputs:
+    """Page-locked memory that steps without a graph write their outputs to, for so many `num_steps` in flight, turn by
+    turn: a slot's own need not be page-locked, and a copy to memory that is not would wait for the device."""
+
+    def __init__(self, facts: ModelFacts, num_steps: int, device: torch.device) -> None:
+        self._layout = generate_layout(facts)
+        offsets, num_bytes = field_offsets(self._layout.outputs)
+        self._offsets = offsets
+        self._regions = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda").numpy()
+            for _ in range(num_steps)
+        ]
+        self._turn = 0
+
+    @property
+    def region_bytes(self) -> tuple[int, int]:
+        """Sizes of a slot's inputs and outputs."""
+        return field_offsets(self._layout.inputs)[1], len(self._regions[0])
+
+    def take(self, arrays: Arrays) -> tuple[Arrays, Callable[[], None]]:
+        """A slot's arrays with outputs staged; to be called when these are written: it puts them into the slot."""
+        region = self._regions[self._turn % len(self._regions)]
+        self._turn += 1
+        views = {
+            field.name: region[offset : offset + field.num_bytes].view(np.dtype(field.dtype)).reshape(field.shape)
+            for field, offset in zip(self._layout.outputs, self._offsets, strict=True)
+        }
+        return {**arrays, **views}, partial(np.copyto, arrays["outputs"], region)
