@@ -47,17 +47,21 @@ def stream_gguf(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str
         if tensor.name == _ROPE_FACTORS or not wanted(name):
             continue
         values = _dequantised(tensor, path)
-        heads = num_heads.get(tensor.name.split(".")[-2])
-        yield name, halves_of_heads(values, heads) if heads else values
+        for module, heads in num_heads.items():
+            if f".{module}." in tensor.name:
+                if len(values) % (2 * heads):
+                    raise ModelError(f"{path}: {tensor.name} has {len(values)} rows, which {heads} heads cannot share")
+                values = halves_of_heads(values, heads)
+        yield name, values
 
 
 def hugging_face_name(name: str) -> str:
     """`name` itself where the models served have no such tensor: the loader refuses it by that name."""
-    *block, module, kind = name.split(".")
-    if not block and module in _WHOLE:
-        return f"{_WHOLE[module]}.{kind}"
-    if len(block) == 2 and block[0] == "blk" and module in _LAYER:
-        return f"model.layers.{block[1]}.{_LAYER[module]}.{kind}"
+    match name.split("."):
+        case [module, kind] if module in _WHOLE:
+            return f"{_WHOLE[module]}.{kind}"
+        case ["blk", index, module, kind] if module in _LAYER:
+            return f"model.layers.{index}.{_LAYER[module]}.{kind}"
     return name
 
 
