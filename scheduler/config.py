@@ -9,6 +9,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_pending_tokens: int = 2_000_000
     bulk_share: float = 0.1  # of each step's tokens, kept for bulk work while there is some
     bulk_wait_ms: int = 2_000  # bulk that had nothing of any step for so long gets one of its own
+    prefix_cache: bool = True  # generation: blocks of prompts seen before are not computed again
     quarantine_ttl_ms: int = 600_000
     step_deadline_ms: int = 30_000  # ranks that take longer for one step are killed
     load_deadline_ms: int = 600_000  # from Join to Ready

@@ -22,13 +22,18 @@ from ipc.types import ModelFacts, Task, new_incarnation
 from scheduler.config import SchedulerConfig
 from scheduler.embedding.batcher import EncodePlanner
 from scheduler.gateway_link import GatewayLink
-from scheduler.planner import RANKS_AWAY, Planner, PlannerFactory, Reply
+from scheduler.llm.planner import GeneratePlanner
+from scheduler.planner import RANKS_AWAY, Diverged, Planner, PlannerFactory, Reply
 from scheduler.quarantine import Quarantine
 from scheduler.rank_link import RankLink
 from scheduler.request import Request
 from scheduler.stats import Stats
 
-PLANNERS: Mapping[Task, PlannerFactory] = {"embed": EncodePlanner, "score": EncodePlanner}
+PLANNERS: Mapping[Task, PlannerFactory] = {
+    "embed": EncodePlanner,
+    "score": EncodePlanner,
+    "generate": GeneratePlanner,
+}
 MAX_TICK_S = 0.2  # how often deadlines and silences are looked at
 STALL_S = 1.0  # a tick later than this says that we stood still, not that the others did
 RANKS_BACK_S = 1.5  # for so long after ranks left, work waits for the next ones; then it goes back to its gateway
@@ -130,7 +135,11 @@ class Scheduler:
     def on_outcome(self, outcome: StepResult | StepFailed, arrays: Arrays) -> None:
         assert self.planner is not None
         bad_canaries = self.stats.num_bad_canaries
-        replies = self.planner.apply(outcome, arrays, time.monotonic())
+        try:
+            replies = self.planner.apply(outcome, arrays, time.monotonic())
+        except Diverged as error:
+            self.ranks.end_epoch(f"step {outcome.step}: {error}")
+            return
         if self.stats.num_bad_canaries > bad_canaries:
             self.log("canary_failed", level="error", reason="the model's output for one token is not finite")
         self._pump()  # the ranks first: a reply can wait for the few microseconds

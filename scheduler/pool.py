@@ -95,11 +95,13 @@ class Pool(Generic[R]):
         queue[id(request)] = request
         queue.move_to_end(id(request), last=False)
 
+    def first(self, priority: Priority) -> R | None:
+        """The first request of a class, whatever its deadline."""
+        return next(iter(self._queues[priority].values()), None)
+
     def head(self, priority: Priority, now: float, expired: list[R]) -> R | None:
         """The first request of a class. Those whose deadline has passed leave the queue into `expired`."""
-        queue = self._queues[priority]
-        while queue:
-            request = next(iter(queue.values()))
+        while (request := self.first(priority)) is not None:
             if request.deadline > now:
                 return request
             self.dequeue(request)

@@ -98,7 +98,7 @@ class RankLink:
             for identity, _ in epoch.ready.values():
                 self._socket.send([identity, body])
         except SocketError as error:
-            self._end_epoch(f"a plan could not be sent: {error}")
+            self.end_epoch(f"a plan could not be sent: {error}")
 
     def check(self, now: float) -> None:
         """Kills ranks past a deadline. Messages that have arrived count first."""
@@ -107,7 +107,7 @@ class RankLink:
         if epoch is not None:
             reason = epoch.overdue(now, config.step_deadline_ms, config.load_deadline_ms, config.rank_heartbeat_ms)
             if reason:
-                self._end_epoch(reason)
+                self.end_epoch(reason)
         for member, kill_at in self._leaving.items():
             if now > kill_at:
                 member.kill()
@@ -150,7 +150,7 @@ class RankLink:
         elif epoch is not None and member in epoch.members:
             self._receive_all()  # a Drain may have come just before
             if epoch is self._epoch and epoch.draining:
-                self._end_epoch(f"rank {member.rank} (pid {member.pid}) has left", ordered=True)
+                self.end_epoch(f"rank {member.rank} (pid {member.pid}) has left", ordered=True)
             elif member not in self._leaving:
                 member.kill()
 
@@ -162,7 +162,7 @@ class RankLink:
         if self._epoch is not None and member in self._epoch.members:
             self._receive_all()  # what it said before it died is still true
         if self._epoch is not None and member in self._epoch.members:
-            self._end_epoch(f"rank {member.rank} (pid {member.pid}) is gone")
+            self.end_epoch(f"rank {member.rank} (pid {member.pid}) is gone")
 
     # --- epochs ---------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class RankLink:
         for member in members:
             member.send(epoch.join_for(member, self._incarnation, rendezvous), epoch.ring.fd)
 
-    def _end_epoch(self, reason: str, ordered: bool = False) -> None:
+    def end_epoch(self, reason: str, ordered: bool = False) -> None:
         """No more steps under this epoch. Ordered: its ranks leave by themselves; else they are killed."""
         epoch = self._epoch
         assert epoch is not None
@@ -241,7 +241,7 @@ class RankLink:
                 self._on_ready(epoch, identity, message)
             case StepFailed(kind="fatal"):
                 self._stats.step_failures["fatal"] += 1
-                self._end_epoch(f"step {message.step} failed: {message.message}")
+                self.end_epoch(f"step {message.step} failed: {message.message}")
             case StepResult() | StepFailed():
                 self._on_outcome(epoch, identity, message)
 
@@ -270,7 +270,7 @@ class RankLink:
         try:
             facts = epoch.final_facts()
         except BadFacts as error:
-            self._end_epoch(str(error))
+            self.end_epoch(str(error))
             return
         self._log("ranks_ready", epoch=f"{epoch.id:x}", load_ms=message.load_ms)
         self._events.on_ranks_ready(facts)
@@ -288,4 +288,4 @@ class RankLink:
 
     def _end_if_drained(self, epoch: Epoch) -> None:
         if epoch.draining and epoch.num_steps == 0 and epoch is self._epoch:
-            self._end_epoch("drained", ordered=True)
+            self.end_epoch("drained", ordered=True)

@@ -4,6 +4,7 @@ from collections import Counter
 
 from ipc.control import ProcessStats
 from ipc.histogram import Histogram
+from scheduler.llm.figures import Figures
 
 _TOKEN_BOUNDS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _SECONDS_BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -35,6 +36,7 @@ class Stats:
         self.pending_requests = 0
         self.pending_tokens = 0
         self.steps_in_flight = 0
+        self.generation: Figures | None = None  # of a language model
         self.last_forward: float | None = None  # when a row last came out right, monotonic seconds
 
     def forward_age_ms(self, now: float) -> int:
@@ -73,4 +75,6 @@ class Stats:
         values |= self.batch_tokens.samples(f"{prefix}batch_tokens", labels)
         values |= self.queue_seconds.samples(f"{prefix}queue_seconds", labels)
         values |= self.step_seconds.samples(f"{prefix}step_seconds", labels)
+        if self.generation is not None:
+            values |= self.generation.samples(prefix, labels)
         return ProcessStats(self._process, incarnation, values)

@@ -1,0 +1,43 @@
+"""Names for the content of full blocks: a chain of digests over a sequence's tokens.
+
+A block's keys and values depend on every token before it, so its name does as well: blake2b-128 of its predecessor's
+name and its own ids. The chain begins with the request's salt; without the same salt nothing is found.
+"""
+
+import hashlib
+
+from scheduler.llm.blocks import BlockPool
+from scheduler.llm.sequence import Sequence
+
+DIGEST_BYTES = 16
+
+
+def find_hits(sequence: Sequence, blocks: BlockPool, block_size: int) -> list[int]:
+    """The blocks that hold the beginning of `sequence`, all but its last token at most."""
+    hits = []
+    for index in range((len(sequence.ids) - 1) // block_size):
+        block = blocks.find(_digest(sequence, index, block_size))
+        if block is None:
+            break
+        hits.append(block)
+    return hits
+
+
+def register(sequence: Sequence, blocks: BlockPool, block_size: int, num_tokens: int) -> None:
+    """Offers the full blocks among the first `num_tokens` tokens, whose steps were answered, for hits."""
+    for index in range(sequence.num_registered, num_tokens // block_size):
+        blocks.register(sequence.blocks[index], _digest(sequence, index, block_size))
+        sequence.num_registered = index + 1
+
+
+def _digest(sequence: Sequence, index: int, block_size: int) -> bytes:
+    digests = sequence.digests
+    while len(digests) <= index:
+        start = len(digests) * block_size
+        parent = digests[-1] if digests else _digest_of(sequence.submit.cache_salt)
+        digests.append(_digest_of(parent + sequence.ids[start : start + block_size].tobytes()))
+    return digests[index]
+
+
+def _digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
