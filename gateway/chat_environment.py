@@ -6,7 +6,7 @@ slow on many messages; it is no wall against one written to exhaust memory, whos
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_PRODUCT = 2**32
 _BUDGET = "budget of this rendering"  # a variable that no template can name
 
 
@@ -44,6 +45,8 @@ class _GenerationBlock(Extension):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**"])
+
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         self.filters["tojson"] = _tojson
@@ -61,6 +64,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """Every call a template makes, its macros' included."""
         context[_BUDGET].check()
         return super().call(context, target, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Products that no template of a conversation needs, and that would take all memory."""
+        sizes = [len(side) if isinstance(side, Sized) else abs(side) for side in (left, right)]
+        if operator == "**" or sizes[0] * sizes[1] > MAX_PRODUCT:
+            raise TemplateLimit(f"computes a product beyond {MAX_PRODUCT}")
+        return super().call_binop(context, operator, left, right)
 
     @staticmethod
     def render(template: Template, values: Mapping[str, object], *, max_chars: int, max_seconds: float) -> str:

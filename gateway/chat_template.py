@@ -45,6 +45,7 @@ class ChatTemplate:
         """`sources` by name ("default", "tool_use"), none for a model that cannot chat; `variables`: bos_token and the
         like; `special`: what special tokens look like. Raises ChatTemplateError."""
         environment = ChatEnvironment()
+        self._functions = frozenset(environment.globals)
         self._templates: dict[str, Template] = {}
         self._variables = dict(variables or {})
         self._special = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
@@ -65,11 +66,10 @@ class ChatTemplate:
     def read(cls, model_dir: Path) -> "ChatTemplate":
         """The template of a model directory: chat_template.jinja (and additional_chat_templates/*.jinja), else
         `chat_template` of tokenizer_config.json. Raises ChatTemplateError."""
-        config = _read_object(model_dir / "tokenizer_config.json")
         try:
-            return cls(
-                _read_sources(model_dir, config), variables=_token_variables(config), special=_read_special(model_dir)
-            )
+            config = _read_object(model_dir / "tokenizer_config.json")
+            sources, special = _read_sources(model_dir, config), _read_special(model_dir)
+            return cls(sources, variables=_token_variables(config), special=special)
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{model_dir}: {error}") from None
 
@@ -78,6 +78,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        /,
         **kwargs: object,
     ) -> str:
         """The prompt as text, as transformers' apply_chat_template gives it. `kwargs` go to the template
@@ -87,7 +88,7 @@ class ChatTemplate:
                 "this model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory",
                 param="messages",
             )
-        if taken := kwargs.keys() & {*_OURS, *self._variables}:
+        if taken := kwargs.keys() & {*_OURS, *self._variables, *self._functions}:
             name = min(taken)
             raise InvalidRequest(f"{name} cannot be set for a template", param=f"chat_template_kwargs.{name}")
         default = self._templates.get("default") or next(iter(self._templates.values()))
@@ -113,6 +114,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        /,
         **kwargs: object,
     ) -> list[Segment]:
         """The prompt in pieces: special tokens that the template wrote, and texts. One that a message spells is text
