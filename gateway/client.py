@@ -12,7 +12,7 @@ import zmq
 
 from gateway.balance import least_outstanding
 from gateway.errors import InternalError, NotReady, from_rejected
-from gateway.generate_job import ChoiceInput, Generation
+from gateway.generate_job import ChoiceInput, Generation, Keeping
 from gateway.job import Chunk, Job
 from gateway.link import HEARTBEAT_S, Link, Sender
 from gateway.metrics import Metrics
@@ -103,10 +103,12 @@ class SchedulerClient:
             self._dispatch(model, chunk)
         return job
 
-    def generate(self, name: str, choices: list[ChoiceInput], priority: Priority, deadline: float) -> Generation:
+    def generate(
+        self, name: str, choices: list[ChoiceInput], priority: Priority, deadline: float, keeping: Keeping
+    ) -> Generation:
         """Sends a request's choices, each a chunk of its own; what becomes of them is read from the Generation."""
         model = self._models[name]
-        generation = Generation(choices, priority, deadline, model.forget)
+        generation = Generation(choices, priority, deadline, keeping, model.forget)
         for chunk in generation.chunks:
             self._dispatch(model, chunk)
         return generation

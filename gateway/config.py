@@ -18,8 +18,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     body_timeout_ms: int = 30_000
     drain_timeout_ms: int = 20_000
     num_tokenizer_threads: int = 2
+    spin_us: int = 0  # stay awake so long after a message from a scheduler: needs a core of its own
     generation_timeout_ms: int = 600_000  # as timeout_ms, for completions and chat
     keep_alive_ms: int = 15_000  # a stream that has nothing to say for so long sends a comment
     max_choices: int = 128  # generations in one request: its prompts times n
     max_stop_strings: int = 16
+    max_unsent_tokens: int = 1_000_000  # generated for one request and not sent yet; each of their logprobs counts
     cache_salt: str = ""  # prefix-cache hits only among requests of one salt; for those that name none

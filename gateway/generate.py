@@ -9,12 +9,14 @@ from aiohttp import web
 from gateway.call import INLINE_CHARS, Call
 from gateway.dialects.registry import Dialect
 from gateway.errors import GatewayError, InvalidRequest
-from gateway.generate_job import Generation
+from gateway.generate_job import Generation, Keeping
 from gateway.generate_prompt import Prompt, choice_inputs, encode_prompts, prompt_name
 from gateway.generate_text import ChoiceText
 from gateway.limits import check_chars, check_choices, check_items, check_tokens
 from gateway.stream import KEEP_ALIVE, EventStream
 from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, Usage
+
+INLINE_PIECES = 1000  # about 1 ms
 
 
 async def generate(request: web.Request, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
@@ -29,7 +31,7 @@ async def generate(request: web.Request, call: Call, task: GenerateTask, dialect
         if task.stream:
             return await _stream(request, call, task, dialect, choices, head)
         outcome = GenerateOutcome(head, await _collect(choices), choices.usage())
-        return web.Response(body=dialect.render(task, outcome), headers=call.headers())
+        return web.Response(body=await _render(call, task, dialect, outcome), headers=call.headers())
     except asyncio.CancelledError:
         generation.abort("deadline" if asyncio.get_running_loop().time() >= call.deadline else "disconnect")
         raise
@@ -90,7 +92,8 @@ def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:
     gateway.metrics.prompt_tokens += num_tokens
     salt = gateway.config.cache_salt if task.cache_salt is None else task.cache_salt
     inputs = choice_inputs(task, prompts, call.facts, salt)
-    return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline)
+    keeping = Keeping(gateway.config.max_unsent_tokens, task.stream)
+    return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline, keeping)
 
 
 class Choices:
@@ -170,6 +173,14 @@ async def _collect(choices: Choices) -> list[list[Piece]]:
                 found[piece.choice] = []
             found[piece.choice].append(piece)
     return [found[i] for i in sorted(found)]
+
+
+async def _render(call: Call, task: GenerateTask, dialect: Dialect, outcome: GenerateOutcome) -> bytes:
+    """The answer's body, made on the pool if it is large."""
+    num_pieces = sum(map(len, outcome.choices)) * (1 + (task.sampling.logprobs or 0))
+    if num_pieces <= INLINE_PIECES:
+        return dialect.render(task, outcome)
+    return await asyncio.get_running_loop().run_in_executor(call.gateway.pool, dialect.render, task, outcome)
 
 
 async def _stream(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from gateway.errors import GatewayError, InternalError, NotReady
+from gateway.errors import GatewayError, InternalError, NotReady, SlowRequest, TooLarge
 from gateway.job import AbortReason, Chunk
 from gateway.split import ChunkInput
 from ipc.submit import TokenDelta
@@ -32,6 +32,21 @@ class News(Struct):
     restarted: bool = False
 
 
+class Keeping(Struct, frozen=True):
+    """How much is kept for a client: tokens, and as much for each of their logprobs. Of an answer that `streams`, what
+    it has not taken counts; of another, all of it."""
+
+    max_tokens: int
+    streams: bool
+
+    def too_much(self) -> GatewayError:
+        if self.streams:
+            text = f"more than {self.max_tokens} tokens and logprobs were waiting to be sent; read the stream faster"
+            return SlowRequest(text, code="client_too_slow")
+        text = f"the answer has more than {self.max_tokens} tokens and logprobs; ask for less of them, or stream it"
+        return TooLarge(text, code="answer_too_large")
+
+
 class Generation:
     """The choices of one request: all of them to their ends, or an error and the rest aborted.
 
@@ -39,7 +54,12 @@ class Generation:
     """
 
     def __init__(
-        self, choices: list[ChoiceInput], priority: Priority, deadline: float, forget: Callable[[Chunk], object]
+        self,
+        choices: list[ChoiceInput],
+        priority: Priority,
+        deadline: float,
+        keeping: Keeping,
+        forget: Callable[[Chunk], object],
     ) -> None:
         self.chunks = [
             Chunk(
@@ -55,21 +75,22 @@ class Generation:
         self.streamed: set[int] = set()  # choices of which the client has seen something
         self._index = {chunk: i for i, chunk in enumerate(self.chunks)}
         self._forget = forget
+        self._keeping = keeping
+        self._num_kept = 0
         self._news: dict[int, News] = {}
         self._error: GatewayError | None = None
         self._changed = asyncio.Event()
 
     async def news(self) -> dict[int, News]:
-        """Waits for something new, and takes it; by choice. Raises the GatewayError that ended the generation.
-
-        What is not taken is kept: at most the tokens that the request asked for.
-        """
+        """Waits for something new, and takes it; by choice. Raises the GatewayError that ended the generation."""
         while not self._news or self._error is not None:
             if self._error is not None:
                 raise self._error
             self._changed.clear()
             await self._changed.wait()
         news, self._news = self._news, {}
+        if self._keeping.streams:
+            self._num_kept = 0
         return news
 
     def end(self, index: int) -> None:
@@ -87,6 +108,11 @@ class Generation:
     def tokens(self, chunk: Chunk, delta: TokenDelta) -> None:
         if delta.finish_reason == "abort":
             self.failed(InternalError("the generation was ended by the server; try again"))
+            return
+        num_logprobs = 0 if chunk.sampling is None else chunk.sampling.logprobs or 0
+        self._num_kept += (len(delta.tokens) + len(delta.prompt_logprobs)) * (1 + num_logprobs)
+        if self._num_kept > self._keeping.max_tokens:
+            self.failed(self._keeping.too_much())
             return
         index = self._index[chunk]
         news = self._news.get(index)

@@ -43,7 +43,7 @@ class Sequence:
         if self.sent == len(self.tokens):
             stops = {*eos, *sampling.stop_token_ids} if not sampling.ignore_eos else {*sampling.stop_token_ids}
             reason = "stop" if new and new[-1] in stops else "length"
-        top = [[(token + 1 + k, logprob(token) - k) for k in range(sampling.logprobs or 0)] for token in new]
+        top = [[(3 + (token + k) % 200, logprob(token) - k) for k in range(sampling.logprobs or 0)] for token in new]
         prompt_k = sampling.prompt_logprobs
         rest = self.prompt[1:] if first and prompt_k is not None else []
         return TokenDelta(
@@ -52,7 +52,7 @@ class Sequence:
             logprobs=[] if sampling.logprobs is None else [logprob(token) for token in new],
             top_logprobs=top if sampling.logprobs else [],
             prompt_logprobs=[logprob(token) for token in rest],
-            prompt_top_logprobs=[[(t + 1 + k, logprob(t) - k) for k in range(prompt_k or 0)] for t in rest],
+            prompt_top_logprobs=[[(3 + (t + k) % 200, logprob(t) - k) for k in range(prompt_k or 0)] for t in rest],
             finish_reason=reason,  # type: ignore[arg-type]
             num_prompt_tokens=len(self.prompt) if reason else 0,
             num_cached_tokens=len(self.prompt) // 2 if reason else 0,
