@@ -46,7 +46,7 @@ def serve(endpoint: str, ring_fd: int) -> None:
     answer = np.arange(max(SIZES.values()), dtype=np.uint8)
     say_hello(socket)
     while True:
-        socket.raw.poll()
+        socket.poll()
         frames = socket.receive()
         if frames is None:
             continue
@@ -71,7 +71,7 @@ def say_hello(socket: Socket) -> None:
             socket.send([b"hello"])
             return
         except PeerFull:
-            socket.raw.poll(10, zmq.POLLOUT)
+            time.sleep(0.01)
 
 
 # --- the sending process --------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Sender:
     def _exchange(self, frames: list[bytes | memoryview]) -> list[bytes]:
         self._socket.send([RANK, *frames])
         while True:
-            self._socket.raw.poll()
+            self._socket.poll()
             if (answer := self._socket.receive()) is not None:
                 result = FROM_RANK.decode(answer[1])
                 assert isinstance(result, StepResult)
@@ -162,7 +162,7 @@ def main() -> None:
         command = [sys.executable, "-m", "bench.micro.ipc_roundtrip", "--serve", endpoint, str(ring.fd)]
         child = subprocess.Popen(command, pass_fds=(ring.fd,))
         try:
-            assert socket.raw.poll(20_000), "the receiving process did not start"
+            assert socket.poll(20_000), "the receiving process did not start"
             socket.receive()
             into.rows = run(Sender(socket, ring), args.trips, args.turns)
             socket.send([RANK, encode(Shutdown(0, "done"))])
