@@ -111,6 +111,7 @@ class Decoder:
         """A token for every row that asks for one; the others take part as padding."""
         residents, slots = self._residents, inputs.slots
         logits = self._model.logits(hidden[inputs.paged.cu_seqlens_q[1:] - 1])
+        masks = residents.grammars.masks(rows)
         asks = residents.tensor(rows.samples)
         status = residents.tensor(rows.status)
         finite = logits.sum(dim=1).isfinite()  # a sum of finite logits is finite
@@ -123,7 +124,10 @@ class Decoder:
             positions,
             positions - residents.slots.num_prompt[slots],
             needs=residents.sampler.needs(rows.slots.tolist()),
+            bitmask=None if masks is None else residents.tensor(masks),
         )
+        if masks is not None:
+            residents.grammars.accept(rows, draws.tokens.tolist())
         columns = [part[:, None] for part in draws[1:] if part is not None]
         logprobs = Logprobs(*columns) if columns else None
         return Decision(status, draws.tokens[:, None], asks.int(), torch.zeros_like(status), logprobs)

@@ -130,4 +130,5 @@ class DecoderRunner:
         self.facts = replace(self.facts, num_blocks=num_blocks)
         caches = allocate(shape, num_blocks, self._device)
         parts = DecoderParts(cast(LanguageModel, model), caches, ReferencePagedBackend())
-        return CpuDecoder(Decoder(parts, Residents(self.facts, self._device), self.facts), self._num_threads)
+        residents = Residents(self.facts, self._device, self._directory / "tokenizer.json")
+        return CpuDecoder(Decoder(parts, residents, self.facts), self._num_threads)

@@ -3,6 +3,7 @@
 Everything here is host work and launches on small tensors; the model is elsewhere.
 """
 
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -22,16 +23,21 @@ from ipc.step_ring import Arrays
 from ipc.types import ModelFacts
 from rose.batch import Int32s
 from rose.generate_batch import GenerateRows, spans
+from rose.grammar_rows import GrammarRows
 from rose.host_slots import HostSlots, Occupant
+from rose.sampling.grammar import Grammars
 from rose.sampling.params import UnusableParams
 from rose.sampling.sampler import Sampler
 from rose.slots import RowInputs, Slots
 
 
 class Residents:
-    """State of `facts.max_num_seqs` slots; `facts.num_blocks` is the dummy block."""
+    """State of `facts.max_num_seqs` slots; `facts.num_blocks` is the dummy block.
 
-    def __init__(self, facts: ModelFacts, device: torch.device) -> None:
+    `tokenizer` is the model's tokenizer.json, read when the first grammar comes.
+    """
+
+    def __init__(self, facts: ModelFacts, device: torch.device, tokenizer: Path = Path("tokenizer.json")) -> None:
         self._device = device
         self._vocab_size = facts.vocab_size
         self.slots = Slots(facts, facts.num_blocks, device)
@@ -43,6 +49,8 @@ class Residents:
             eos_token_ids=facts.eos_token_ids,
             device=device,
         )
+        grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
+        self.grammars = GrammarRows(grammars, self.host, facts.vocab_size)
 
     def clear(self) -> None:
         """Nobody is left."""
@@ -64,13 +72,15 @@ class Residents:
     def _admit(self, newcomers: list[Occupant], table: Int32s, arrays: Arrays) -> None:
         hits = spans(table[:, ADMIT_NUM_COMPUTED], self._device)
         num_ids = int((table[:, ADMIT_INPUT_OFFSET] + table[:, ADMIT_NUM_COMPUTED]).max())
-        ids = cast(Int32s, arrays["input_ids"][:num_ids])
-        self.slots.admit(self.tensor(table), hits, self.tensor(ids.clip(0, self._vocab_size - 1)))
-        for slot, params in newcomers:
+        ids = cast(Int32s, arrays["input_ids"][:num_ids].clip(0, self._vocab_size - 1))
+        self.slots.admit(self.tensor(table), hits, self.tensor(ids))
+        for occupant, line in zip(newcomers, table, strict=True):
+            begin = line[ADMIT_INPUT_OFFSET]
+            self.grammars.enter(occupant, ids[begin : begin + line[ADMIT_NUM_COMPUTED]])
             try:
-                self.sampler.admit(slot, params)
+                self.sampler.admit(*occupant)
             except UnusableParams:
-                self.host.status[slot] = STATUS_BAD_TOKEN  # alone, at its first row
+                self.host.status[occupant.slot] = STATUS_BAD_TOKEN  # alone, at its first row
         if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
             self._observe(self.slots.num_prompt.new_tensor([slot for slot, _ in newcomers])[hits.rows], hits.offsets)
 

@@ -1,0 +1,69 @@
+"""Rows of a step whose sequences follow a grammar: what they may go on with, and what they went on with.
+
+Needs the CPU between two steps of one sequence: a mask follows from the token before. Free of torch.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.step import GEN_INPUT_OFFSET, GEN_MAX_LENGTH, GEN_SLOT, STATUS_BAD_TOKEN, STATUS_OK
+from rose.batch import Int32s
+from rose.generate_batch import GenerateRows
+from rose.host_slots import HostSlots, Occupant
+from rose.sampling.grammar import GrammarError, Grammars
+
+
+class GrammarRows:
+    """Matchers by slot, in step with the tokens there. A sequence whose grammar fails does so alone, by its status."""
+
+    def __init__(self, grammars: Grammars, host: HostSlots, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._host = host
+        self._mask_words = -(-vocab_size // 32)
+
+    def enter(self, occupant: Occupant, ids: Int32s) -> None:
+        """A sequence enters a slot; `ids` are its prefix hits."""
+        slot, params = occupant
+        self._grammars.release(slot)  # of whoever was there
+        if params.grammar is None:
+            return
+        try:
+            self._grammars.admit(slot, params.grammar)
+            self._grammars.accept(slot, ids[self._host.num_prompt[slot] :].tolist())
+        except GrammarError:
+            self._host.status[slot] = STATUS_BAD_TOKEN
+
+    def masks(self, rows: GenerateRows) -> NDArray[np.int32] | None:
+        """int32 [R, ceil(V / 32)], a bit for each token that may come; None where no row has a grammar.
+
+        Output of an earlier life, which prefill rows bring, is accepted first. Sets the status of rows that fail.
+        """
+        if not any(slot in self._grammars for slot in rows.slots.tolist()):
+            return None
+        for row in np.flatnonzero(rows.num_given).tolist():
+            self._accept_given(rows, row)
+        masks = np.empty((len(rows.slots), self._mask_words), np.int32)
+        for failed in self._grammars.fill(masks, rows.slots.tolist()):
+            self._fail(rows, failed)
+        masks[rows.status != STATUS_OK] = -1  # nobody asks, but something must be allowed
+        return masks
+
+    def accept(self, rows: GenerateRows, tokens: list[int]) -> None:
+        """The tokens that sampling rows got; tokens [R]."""
+        for row in np.flatnonzero(rows.samples & (rows.status == STATUS_OK)).tolist():
+            try:
+                self._grammars.accept(int(rows.slots[row]), [tokens[row]])
+            except GrammarError:
+                self._fail(rows, row)
+
+    def _accept_given(self, rows: GenerateRows, row: int) -> None:
+        line, count = rows.table[row], int(rows.num_given[row])
+        slot, begin = int(line[GEN_SLOT]), int(line[GEN_INPUT_OFFSET])
+        num_old = max(0, int(self._host.num_prompt[slot]) - (int(line[GEN_MAX_LENGTH]) - count))  # still the prompt's
+        try:
+            self._grammars.accept(slot, rows.input_ids[begin + num_old : begin + count].tolist())
+        except GrammarError:
+            self._fail(rows, row)
+
+    def _fail(self, rows: GenerateRows, row: int) -> None:
+        rows.status[row] = self._host.status[rows.slots[row]] = STATUS_BAD_TOKEN
