@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder
 from rose.kv_cache import KVShape, allocate
+from rose.models.config import ModelError
 from rose.models.load import load_model
-from tests.rose.decoder_driving import GREEDY, Driver, Seq
+from rose.runner import OutOfMemory
+from rose.shape_list import read_shapes
+from tests.rose.decoder_driving import GREEDY, Driver, Row, Seq
 from tests.rose.host_stream import HostStream
 from tests.rose.tiny_lm import write_llama, write_qwen3
 
@@ -67,12 +72,197 @@ def generate(driver: Driver, lengths: list[int], num_tokens: int, params: Sampli
     return [seq.tokens for seq in seqs]
 
 
-def test_greedy_tokens_are_the_cpus(directory: Path) -> None:
-    """Chunked prompts, then first sight, capture and replays of two batch sizes; blocks fill up on the way."""
-    lengths = [37, 14, 3]
+def cpu_tokens(directory: Path, lengths: list[int], num_tokens: int) -> list[list[int]]:
+    """Greedy, by the CPU's way."""
+    driver = Driver(directory, **SIZES)
+    tokens = generate(driver, lengths, num_tokens)
+    driver.close()
+    return tokens
+
+
+def both_ways(directory: Path, lengths: list[int], num_tokens: int, **params: Any) -> tuple[list, list, StaticDriver]:
+    """Tokens by the CPU's way, and by the GPU's."""
     cpu, gpu = Driver(directory, **SIZES), StaticDriver(directory)
-    expected, got = generate(cpu, lengths, 6), generate(gpu, lengths, 6)
+    sampling = SamplingParams(**{"temperature": 0.0} | params)
+    expected = generate(cpu, lengths, num_tokens, sampling)
     cpu.close()
+    return expected, generate(gpu, lengths, num_tokens, sampling), gpu
+
+
+def test_greedy_tokens_are_the_cpus(directory: Path) -> None:
+    """Prompts in chunks and whole; first sight, capture and replays; a block fills up on the way."""
+    expected, got, driver = both_ways(directory, [20, 4, 3], 3)
     assert got == expected
-    figures = gpu.decoder.figures()
-    assert (figures["graph_captures_total"], figures["graph_replays_total"]) == (1, 5)
+    figures = driver.decoder.figures()
+    assert (figures["graph_captures_total"], figures["graph_replays_total"]) == (1, 2)
+    assert (figures["decode_rows_total"], figures["padding_rows_total"]) == (9, 3)
+    assert driver.stream.num_copies == [3, 3], "a decode step is one copy in and one out"
+
+
+def test_drawn_tokens_are_the_cpus(tiny: Path) -> None:
+    expected, got, driver = both_ways(tiny, [5, 4], 3, temperature=0.9, top_p=0.8, seed=11, presence_penalty=0.5)
+    assert got == expected
+    assert [key.backend for key in driver.decoder.graphs.keys] == ["triton+random+truncation+penalties"]
+
+
+def test_logprobs(tiny: Path) -> None:
+    found = []
+    for make in (Driver, StaticDriver):
+        driver = make(tiny, **SIZES)
+        seqs = [Seq(prompt(6), SamplingParams(temperature=0.0, logprobs=3)), Seq(prompt(4, 1))]
+        for seq in seqs:
+            driver.prefill(seq)
+        found += [driver.run([Row(seq) for seq in seqs]) for _ in range(3)][-1:]
+        found[-1] = {name: found[-1][name][:1].copy() for name in ("logprobs", "top_ids", "top_logprobs")}
+        driver.close()
+    np.testing.assert_array_equal(found[1]["top_ids"], found[0]["top_ids"])
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(found[1][name], found[0][name], atol=1e-4)
+
+
+def test_other_lengths_under_the_same_key(tiny: Path) -> None:
+    """Sequences of all lengths come and go; a batch size has one graph."""
+    cpu, gpu = Driver(tiny, **SIZES), StaticDriver(tiny)
+    for lengths in ([30, 2], [3, 9], [1, 7]):
+        found = []
+        for driver in (cpu, gpu):
+            seqs = [Seq(prompt(length, seed)) for seed, length in enumerate(lengths)]
+            for seq in seqs:
+                driver.prefill(seq)
+            driver.decode(seqs, 2)
+            driver.run(release=seqs)
+            driver.free_blocks += [block for seq in seqs for block in seq.blocks]
+            found.append([seq.tokens for seq in seqs])
+        assert found[1] == found[0]
+    assert gpu.stream.num_captures == 1
+    cpu.close()
+
+
+def test_prompts_beside_decoding_rows(tiny: Path) -> None:
+    """A step of both kinds, a release in a decode step, and its slot taken again."""
+    found = []
+    for make in (Driver, StaticDriver):
+        driver = make(tiny, **SIZES)
+        first, second, third = (Seq(prompt(length, seed)) for seed, length in enumerate((12, 20, 3)))
+        driver.prefill(first)
+        rows = [Row(first), Row(second, 14, KIND_PREFILL)]
+        driver.run(rows, admit=[second])
+        driver.run([Row(second, 6, KIND_PREFILL), Row(first)])
+        driver.run([Row(second)], release=[first])
+        driver.free_slots.sort()
+        driver.run([Row(third, 3, KIND_PREFILL), Row(second)], admit=[third])
+        assert third.slot == first.slot
+        driver.decode([third, second], 2)
+        found.append([seq.tokens for seq in (first, second, third)])
+        driver.close()
+    assert found[1] == found[0]
+
+
+def test_steps_launched_before_the_last_is_answered(tiny: Path) -> None:
+    """The second step's tokens come of the first's, which the host has not seen."""
+    driver, expected = StaticDriver(tiny), cpu_tokens(tiny, [6], 4)
+    seqs = [Seq(prompt(length, seed)) for seed, length in enumerate([6])]
+    for seq in seqs:
+        driver.prefill(seq)
+    rows = [Row(seq) for seq in seqs]
+    for _ in range(2):
+        steps = [driver.launch(rows)]
+        for seq in seqs:
+            seq.max_known += 1
+        steps.append(driver.launch(rows))
+        for lazy, arrays in steps:
+            driver.wait(lazy)
+            driver.apply(rows, arrays)
+    assert [seq.tokens for seq in seqs] == expected
+
+
+def test_graphs_change_nothing(tiny: Path) -> None:
+    without = StaticDriver(tiny, capture="off")
+    assert generate(without, [7, 2], 3) == cpu_tokens(tiny, [7, 2], 3)
+    assert without.stream.num_captures == 0
+
+
+def test_a_sequence_with_unusable_parameters_fails_alone(tiny: Path) -> None:
+    driver = StaticDriver(tiny)
+    good, bad = Seq(prompt(5)), Seq(prompt(4), SamplingParams(temperature=0.0, logit_bias={5000: 1.0}))
+    driver.prefill(good)
+    driver.launch([Row(bad, 4, KIND_PREFILL)], admit=[bad])
+    bad.max_known += 1
+    for _ in range(2):
+        lazy, arrays = driver.launch([Row(bad), Row(good)])
+        driver.wait(lazy)
+        assert arrays["status"][:2].tolist() == [STATUS_BAD_TOKEN, 0]
+        assert arrays["num_tokens"][:2].tolist() == [0, 1]
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+    directory = write_llama(tmp_path, num_hidden_layers=1)
+    driver = StaticDriver(directory)
+    embedding = driver.decoder._static._model.model.embed_tokens.weight
+    embedding[77] = float("nan")
+    good, bad = Seq(prompt(5)), Seq([5, 77, 6])
+    driver.prefill(good)
+    driver.launch([Row(bad, 3, KIND_PREFILL)], admit=[bad])
+    bad.max_known += 1
+    for _ in range(2):
+        lazy, arrays = driver.launch([Row(good), Row(bad)])
+        driver.wait(lazy)
+        assert arrays["status"][:2].tolist() == [0, STATUS_NON_FINITE]
+        assert arrays["num_tokens"][:2].tolist() == [1, 0]
+
+
+def test_a_capture_without_memory_runs_eagerly(tiny: Path) -> None:
+    driver = StaticDriver(tiny)
+    driver.stream.out_of_memory = True
+    assert generate(driver, [6], 4) == cpu_tokens(tiny, [6], 4)
+    assert driver.decoder.figures()["eager_steps_total"] == 2
+    assert driver.decoder.figures()["graphs"] == 1
+
+
+def test_a_step_without_memory_did_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails small, as does the step planned on top of it; the same steps again give the tokens they should."""
+    driver = StaticDriver(tiny)
+    expected = cpu_tokens(tiny, [6], 2)[0]
+    seq = Seq(prompt(6))
+    driver.prefill(seq)
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver.decoder.graphs, "_forward", no_room)
+        with pytest.raises(OutOfMemory):
+            driver.launch([Row(seq)])
+    with pytest.raises(OutOfMemory, match="on top of"):
+        driver.launch([Row(seq)])
+    other = Seq(prompt(3))
+    with pytest.raises(OutOfMemory, match="on top of"):
+        driver.launch([Row(other, 3, KIND_PREFILL)], admit=[other])
+    driver.last_applied = driver.num_steps
+    driver.decode([seq], 2)
+    assert seq.tokens == expected
+
+
+def test_shapes_are_listed_and_captured_by_idle_steps_of_the_next_start(tiny: Path) -> None:
+    (tiny / "shapes.json").unlink(missing_ok=True)
+    expected = generate(StaticDriver(tiny), [4, 3], 2)
+    listed = read_shapes(tiny / "shapes.json")
+    assert [(key.kind, key.num_seqs, key.num_tokens, key.backend) for key in listed] == [("decode", 2, 2, "triton")]
+    driver = StaticDriver(tiny, capture="list")
+    assert driver.decoder.idle_work
+    while driver.decoder.idle_work:
+        assert driver.decoder.idle().ready()
+    assert driver.stream.num_captures == 1
+    assert generate(driver, [4, 3], 2) == expected
+    assert driver.decoder.figures()["eager_steps_total"] == 0
+
+
+def test_eager_capture_makes_the_common_graphs_before_the_first_step(tiny: Path) -> None:
+    (tiny / "shapes.json").unlink(missing_ok=True)
+    driver = StaticDriver(tiny, capture="eager", max_num_seqs=2)
+    assert driver.stream.num_captures == 6  # 1 and 2 rows: greedy, drawn, and drawn with truncation
+
+
+def test_an_attention_backend_that_cannot_run_is_refused(tiny: Path) -> None:
+    with pytest.raises(ModelError, match="fa3"):
+        StaticDriver(tiny, attention="fa3")
