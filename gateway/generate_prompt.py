@@ -134,6 +134,18 @@ def _check_length(name: str, num_prompt: int, task: GenerateTask, facts: ModelFa
             f"{name} has {num_prompt} tokens; the model's context of {limit} leaves no room for an answer; shorten it"
         )
         raise InvalidRequest(text, param=name, code="context_length_exceeded")
+    least, most = task.sampling.min_tokens, _max_tokens(task, num_prompt, facts)
+    if least > most:
+        text = f"min_tokens is {least}, but there may be {most} at most; lower it or raise max_tokens"
+        raise InvalidRequest(text, param="min_tokens")
+
+
+def _max_tokens(task: GenerateTask, num_prompt: int, facts: ModelFacts) -> int:
+    """At least one: a generation of none is none."""
+    if task.max_tokens is not None:
+        return max(task.max_tokens, 1)
+    left = facts.max_model_len - num_prompt
+    return left if task.usual_max_tokens is None else min(task.usual_max_tokens, left)
 
 
 def choice_inputs(task: GenerateTask, prompts: list[Prompt], facts: ModelFacts, cache_salt: str) -> list[ChoiceInput]:
@@ -141,9 +153,7 @@ def choice_inputs(task: GenerateTask, prompts: list[Prompt], facts: ModelFacts, 
     elsewhere takes the same ones."""
     choices = []
     for i, prompt in enumerate(prompts):
-        left = facts.max_model_len - len(prompt.input_ids)
-        usual = left if task.usual_max_tokens is None else min(task.usual_max_tokens, left)
-        max_tokens = usual if task.max_tokens is None else max(task.max_tokens, 1)
+        max_tokens = _max_tokens(task, len(prompt.input_ids), facts)
         seed = task.sampling.seed if task.sampling.seed is not None else secrets.randbits(63)
         frame = array("i", prompt.input_ids).tobytes()
         for j in range(task.n):

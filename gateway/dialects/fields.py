@@ -15,8 +15,8 @@ Texts = str | list[str | TokenId | list[TokenId]]
 
 _NAMES: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 _NOT_A_NUMBER = re.compile(rb'"(?P<name>\w{1,64})"\s*:\s*[-+]?(?:NaN|Infinity)\b')
-_PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$")
-_MISSING = re.compile(r"missing required field `(?P<name>.*?)`")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$")
+_INNER = re.compile(r"(?:missing required|unknown) field `(?P<name>.*?)`")
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
@@ -26,8 +26,8 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     except msgspec.ValidationError as error:
         text = str(error)
         path = _PATH.search(text)
-        missing = _MISSING.search(text)
-        names = [match for match in (path and path["path"], missing and missing["name"]) if match]
+        inner = _INNER.search(text)
+        names = [match for match in (path and path["path"], inner and inner["name"]) if match]
         raise InvalidRequest(_PATH.sub("", text), param=".".join(names) or None) from None
     except msgspec.DecodeError as error:
         if found := _NOT_A_NUMBER.search(body):  # what some clients make of a number that is none
