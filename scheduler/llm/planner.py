@@ -71,7 +71,7 @@ class GeneratePlanner:
         self._arrivals = 0
         self._last_step = 0
         self._last_applied = 0
-        self._rewound_step = 0  # steps up to this one fail with one that ran out of memory before them
+        self._failed = (0, 0)  # a step that ran out of memory, and the last of those that fail with it
         self._finished_at: float | None = None  # when a row last came back; None: a canary is due at once
         self._seen_version = quarantine.version
         self._idle_work = False  # the ranks would make use of an idle step
@@ -126,12 +126,12 @@ class GeneratePlanner:
         if step is None:
             self._stats.stale["rank"] += 1
             return []
-        if step.step != next(iter(self._in_flight)):
-            raise Diverged(f"step {step.step} was answered before step {next(iter(self._in_flight))}")
-        if isinstance(result, StepResult):
+        if isinstance(result, StepResult):  # a failure may be told before the result of an older step
+            if step.step != next(iter(self._in_flight)):
+                raise Diverged(f"step {step.step} was answered before step {next(iter(self._in_flight))}")
             check_answer(step, arrays, self.residents)
         del self._in_flight[step.step]
-        self._last_applied = step.step
+        self._last_applied = max(self._last_applied, step.step)
         self._retire(step)
         if isinstance(result, StepFailed):
             replies = self._out_of_memory(step, now)
@@ -239,11 +239,13 @@ class GeneratePlanner:
         """Nothing was computed: the rows run again in smaller steps, one at a time; what fails alone is out."""
         self._stats.step_failures["oom"] += 1
         self._finished_at = now
-        if step.step <= self._rewound_step:
+        if self._failed[0] < step.step <= self._failed[1]:
             return []  # it was planned on top of one that failed
-        self._rewound_step = self._last_step
-        for failed in (step, *self._in_flight.values()):
-            self._rewind(failed)
+        self._failed = (step.step, self._last_step)
+        self._rewind(step)
+        for later in self._in_flight.values():
+            if later.step > step.step:
+                self._rewind(later)
         if not step.num_rows:
             return []
         self._limit.halve(step.num_rows, step.num_tokens)

@@ -3,7 +3,9 @@
     python -m tests.fakes.rank --run-dir DIR --replica NAME/0 --rank 0 [--latency-ms 5] [--die-on 1001] …
 
 The vector of a row depends on its ids alone, so every test can compute what it must be (`expected_vector`).
-Chosen token ids make it die, hang, answer NaN or run out of memory.
+With --facts '{"task": "generate"}' it generates: tests.fakes.stateful_rank behind the same loop, whose tokens depend on
+all before them and on nothing else (`stateful_rank.reference`). Chosen token ids make it die, hang, answer NaN or run
+out of memory.
 """
 
 import argparse
@@ -26,12 +28,14 @@ from ipc.step import (
     STATUS_BAD_TOKEN,
     STATUS_NON_FINITE,
     STATUS_OK,
+    StepFailed,
     StepPlan,
 )
 from ipc.step_ring import Arrays, StepRing
 from ipc.types import ModelFacts
 from rose.runner import OutOfMemory
 from rose.worker import serve
+from tests.fakes.stateful_rank import StatefulRank
 
 
 def expected_vector(input_ids: NDArray[np.int32] | list[int], dimension: int) -> NDArray[np.float32]:
@@ -75,13 +79,14 @@ class FakeRunner:
         self._options = options
         self._num_steps = 0
         self._event_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self._generation: StatefulRank | None = None  # of the present epoch
 
     def load(self, join: Join) -> ModelFacts:
         time.sleep(self._options.load_ms / 1000)
         return self.facts
 
     def attach(self, ring: StepRing | None) -> None:
-        pass
+        self._generation = None
 
     def drain(self) -> None:
         pass
@@ -91,20 +96,31 @@ class FakeRunner:
 
     def step(self, plan: StepPlan, arrays: Arrays) -> FakeStep:
         ids = arrays["input_ids"][: plan.num_tokens]
-        cu_seqlens = arrays["cu_seqlens"]
         options = self._options
         self._num_steps += 1
         if options.die_on is not None and (ids == options.die_on).any():
             os.kill(os.getpid(), signal.SIGKILL)
         if options.fault_on is not None and (ids == options.fault_on).any():
             raise RuntimeError("injected device fault")
-        if plan.num_tokens > options.oom_over:
+        if plan.kind == "generate":
+            self._generate(plan, arrays)
+        elif plan.num_tokens > options.oom_over:
             raise OutOfMemory(f"{plan.num_tokens} tokens")
-        for row in range(plan.num_seqs):
-            start, end = int(cu_seqlens[row]), int(cu_seqlens[row + 1])
-            self._write_row(arrays, row, ids[start:end])
+        elif plan.kind == "encode":
+            for row in range(plan.num_seqs):
+                start, end = arrays["cu_seqlens"][row : row + 2].tolist()
+                self._write_row(arrays, row, ids[start:end])
         hangs = options.hang_on is not None and (ids == options.hang_on).any()
         return FakeStep(self._event_fd, None if hangs else options.latency_ms / 1000)
+
+    def _generate(self, plan: StepPlan, arrays: Arrays) -> None:
+        options = self._options
+        if self._generation is None:
+            seed = plan.epoch
+            self._generation = StatefulRank(self.facts, plan.epoch, seed, options.acceptance, 0.0, options.oom_over)
+        outcome = self._generation.step(plan, arrays)
+        if isinstance(outcome, StepFailed):
+            raise OutOfMemory(outcome.message)
 
     def _write_row(self, arrays: Arrays, row: int, ids: NDArray[np.int32]) -> None:
         table = arrays["rows"][row]
@@ -122,7 +138,7 @@ class FakeRunner:
 
 
 def fake_facts(name: str = "fake", **changes: object) -> ModelFacts:
-    """Facts of a small embedding model."""
+    """Facts of a small embedding model, or with task "generate" of a small language model."""
     facts = {
         "name": name,
         "architecture": "Fake",
@@ -133,6 +149,8 @@ def fake_facts(name: str = "fake", **changes: object) -> ModelFacts:
         "max_num_seqs": 256,
         "max_num_batched_tokens": 4096,
     }
+    if changes.get("task") == "generate":
+        facts |= {"dimension": 1, "max_num_seqs": 32, "num_blocks": 256, "max_logprobs": 20, "eos_token_ids": (2,)}
     return ModelFacts(**(facts | changes))  # type: ignore[arg-type]
 
 
@@ -145,6 +163,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--latency-ms", type=float, default=0)
     parser.add_argument("--load-ms", type=float, default=0)
     parser.add_argument("--oom-over", type=int, default=1 << 30, help="tokens of a step")
+    parser.add_argument("--acceptance", type=float, default=1.0, help="chance that a draft is right")
     for fault in ("die", "fault", "hang", "nan"):
         parser.add_argument(f"--{fault}-on", type=int, default=None, help="token id")
     return parser.parse_args(arguments)

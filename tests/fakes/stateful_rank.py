@@ -25,7 +25,7 @@ from ipc.step import (
     StepResult,
 )
 from ipc.step_ring import Arrays
-from ipc.types import ModelFacts, SamplingParams
+from ipc.types import FinishReason, ModelFacts, SamplingParams
 
 MASK = (1 << 64) - 1
 POISON_SEED = 666  # a sequence with this seed gives no finite token
@@ -45,9 +45,28 @@ def next_token(total: int, seed: int, vocab_size: int) -> int:
     return (x >> 33) % vocab_size
 
 
+def reference(prompt: list[int], params: SamplingParams, facts: ModelFacts) -> tuple[list[int], FinishReason]:
+    """The tokens that the model gives for this prompt alone, and why they end."""
+    total, tokens, seed = 0, list[int](), params.seed or 0
+    for position, token in enumerate(prompt):
+        total = (total + mark(token, position)) & MASK
+    while True:
+        token = next_token(total, seed, facts.vocab_size)
+        tokens.append(token)
+        is_stop = token in params.stop_token_ids or (token in facts.eos_token_ids and not params.ignore_eos)
+        if is_stop and len(tokens) > params.min_tokens:
+            return tokens, "stop"
+        if len(tokens) == params.max_tokens:
+            return tokens, "length"
+        total = (total + mark(token, len(prompt) + len(tokens) - 1)) & MASK
+
+
 def prompt_logprob(token: int, total: int) -> float:
     """A figure that depends on the token and on what is before it; exact in float32."""
     return -float((token + total) % 4096)
+
+
+Lines = list[tuple[int, float]]  # of prompt logprobs: (the token that follows, its logprob)
 
 
 @dataclass(slots=True)
@@ -63,9 +82,14 @@ class Slot:
 
 
 class StatefulRank:
-    """`acceptance` is the chance that a draft is right, `oom` that a step fails; both from a seeded generator."""
+    """`acceptance` is the chance that a draft is right, `oom` that a step fails; both from a seeded generator.
 
-    def __init__(self, facts: ModelFacts, epoch: int, seed: int, acceptance: float, oom: float) -> None:
+    Steps that bring more than `oom_over` ids fail, too.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, epoch: int, seed: int, acceptance: float, oom: float, oom_over: int = 1 << 30
+    ) -> None:
         self.facts = facts
         self.epoch = epoch
         self.num_dummy_writes = self.num_induced_failures = 0
@@ -76,7 +100,7 @@ class StatefulRank:
         self.cache = np.zeros((facts.num_blocks + 1, facts.block_size), np.uint64)
         self._holders: list[set[int]] = [set() for _ in range(facts.num_blocks)]
         self._random = random.Random(seed)
-        self._acceptance, self._oom = acceptance, oom
+        self._acceptance, self._oom, self._oom_over = acceptance, oom, oom_over
         self._failed_step = 0
 
     def step(self, plan: StepPlan, arrays: Arrays) -> StepResult | StepFailed:
@@ -89,13 +113,15 @@ class StatefulRank:
         if plan.last_applied < self._failed_step:
             self.num_induced_failures += 1
             return StepFailed(plan.epoch, plan.step, "oom", "planned on top of a failed step")
-        if plan.num_seqs and self._random.random() < self._oom:
+        if plan.num_seqs and (self._random.random() < self._oom or plan.num_tokens > self._oom_over):
             self._failed_step = plan.step
             return StepFailed(plan.epoch, plan.step, "oom", "as ordered")
-        prompt_lines: list[float] = []
+        prompt_lines: Lines = []
         for index, row in enumerate(arrays["rows"][: plan.num_seqs].tolist()):
             self._run_row(index, row, plan, arrays, prompt_lines)
-        arrays["prompt_logprobs"][: len(prompt_lines)] = prompt_lines
+        for line, (token, logprob) in enumerate(prompt_lines):
+            arrays["prompt_logprobs"][line] = logprob
+            self._write_top(token, logprob, arrays["prompt_top_ids"][line], arrays["prompt_top_logprobs"][line])
         return StepResult(plan.epoch, plan.step)
 
     # --- tables -------------------------------------------------------------------------------------------
@@ -131,7 +157,7 @@ class StatefulRank:
 
     # --- rows ---------------------------------------------------------------------------------------------
 
-    def _run_row(self, index: int, row: list[int], plan: StepPlan, arrays: Arrays, prompt_lines: list[float]) -> None:
+    def _run_row(self, index: int, row: list[int], plan: StepPlan, arrays: Arrays, prompt_lines: Lines) -> None:
         slot = self.slots[row[columns.GEN_SLOT]]
         assert slot is not None, "a row for an empty slot"
         assert slot.generation == row[columns.GEN_GENERATION], "a row for another generation"
@@ -162,12 +188,13 @@ class StatefulRank:
         ids: list[int] = arrays["input_ids"][offset : offset + count + (1 - row[columns.GEN_SAMPLE])].tolist()
         return ids
 
-    def _prefill(self, slot: Slot, row: list[int], ids: list[int], prompt_lines: list[float]) -> list[int]:
+    def _prefill(self, slot: Slot, row: list[int], ids: list[int], prompt_lines: Lines) -> list[int]:
         total, start = self._attend(slot), slot.num_computed
         for offset, token in enumerate(ids[: row[columns.GEN_NUM_TOKENS]]):
             total = (total + self._write(slot, row[columns.GEN_SLOT], token, start + offset)) & MASK
             if slot.params.prompt_logprobs is not None:
-                prompt_lines.append(prompt_logprob(ids[offset + 1], total) if offset + 1 < len(ids) else 0.0)
+                following = ids[offset + 1] if offset + 1 < len(ids) else 0
+                prompt_lines.append((following, prompt_logprob(following, total)))
         slot.num_computed = slot.num_tokens = start + row[columns.GEN_NUM_TOKENS]
         return self._append(slot, row[columns.GEN_SLOT], [self._next(slot, total)]) if row[columns.GEN_SAMPLE] else []
 
@@ -224,4 +251,11 @@ class StatefulRank:
         arrays["tokens"][index, : len(tokens)] = tokens
         arrays["num_drafts"][index] = num_drafts
         arrays["lengths"][index] = slot.num_tokens
-        arrays["logprobs"][index, : len(tokens)] = [-float(token) for token in tokens]
+        for place, token in enumerate(tokens):
+            logprob = arrays["logprobs"][index, place] = -float(token)
+            self._write_top(token, logprob, arrays["top_ids"][index, place], arrays["top_logprobs"][index, place])
+
+    def _write_top(self, token: int, logprob: float, ids: NDArray[np.generic], logprobs: NDArray[np.generic]) -> None:
+        """The token itself is the likeliest, those after it in the vocabulary follow."""
+        ids[:] = (token + np.arange(len(ids))) % self.facts.vocab_size
+        logprobs[:] = logprob - np.arange(len(ids))

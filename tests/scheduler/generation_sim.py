@@ -25,7 +25,7 @@ from scheduler.planner import Reply
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request
 from scheduler.stats import Stats
-from tests.fakes.stateful_rank import MASK, POISON_SEED, StatefulRank, mark, next_token, prompt_logprob
+from tests.fakes.stateful_rank import POISON_SEED, StatefulRank, mark, prompt_logprob, reference
 
 BAD_TOKEN = 200
 FACTS = ModelFacts(
@@ -57,21 +57,6 @@ class Client:
     last: TokenDelta | Rejected | None = None
     num_deltas: int = 0
 
-    def reference(self) -> tuple[list[int], str]:
-        """The tokens and the end that the model gives for this prompt alone."""
-        total, tokens, params = 0, [], self.params
-        for position, token in enumerate(self.prompt):
-            total = (total + mark(token, position)) & MASK
-        while True:
-            token = next_token(total, params.seed or 0, FACTS.vocab_size)
-            tokens.append(token)
-            is_stop = token in params.stop_token_ids or (token in FACTS.eos_token_ids and not params.ignore_eos)
-            if is_stop and len(tokens) > params.min_tokens:
-                return tokens, "stop"
-            if len(tokens) == params.max_tokens:
-                return tokens, "length"
-            total = (total + mark(token, len(self.prompt) + len(tokens) - 1)) & MASK
-
     def reference_prompt_logprobs(self) -> list[float]:
         if self.params.prompt_logprobs is None:
             return []
@@ -83,7 +68,7 @@ class Client:
         if BAD_TOKEN in self.prompt:
             assert self.end not in ("stop", "length")
             return
-        tokens, end = self.reference()
+        tokens, end = reference(self.prompt, self.params, FACTS)
         assert self.tokens == tokens[: len(self.tokens)]
         if self.params.seed == POISON_SEED:
             assert not self.tokens

@@ -19,8 +19,8 @@ from ipc import addresses
 from ipc.codec import TO_GATEWAY, encode
 from ipc.control import Heartbeat, Hello, Quarantine, Status
 from ipc.sockets import EventSocket, PeerFull, dealer
-from ipc.submit import Abort, Rejected, Result, Submit
-from ipc.types import OutputSpec, new_incarnation
+from ipc.submit import Abort, Rejected, Result, Submit, TokenChunk, TokenDelta
+from ipc.types import OutputSpec, SamplingParams, new_incarnation
 from scheduler.config import SchedulerConfig
 from scheduler.loop import Scheduler
 from tests.fakes.rank import expected_vector
@@ -38,6 +38,7 @@ class HandGateway:
         self.statuses: list[Status] = []
         self.quarantines: list[Quarantine] = []
         self.outcomes: dict[int, list[Outcome]] = {}
+        self.deltas: dict[int, list[TokenDelta]] = {}
         self._news = asyncio.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = dealer(self._context, addresses.gateway_endpoint(run_dir, REPLICA), f"g{self.incarnation}".encode())
@@ -88,6 +89,24 @@ class HandGateway:
         await self.submit(chunk_id, rows, **changes)
         return vectors(await self.outcome(chunk_id))
 
+    async def generate(
+        self, chunk_id: int, prompt: list[int], params: SamplingParams, **changes: object
+    ) -> tuple[list[int], str]:
+        """The tokens and the end: a finish reason, or the code of a rejection."""
+        await self.submit(chunk_id, [prompt], sampling=params, **changes)
+        return await self.generated(chunk_id)
+
+    async def generated(self, chunk_id: int) -> tuple[list[int], str]:
+        await self.until(lambda: self.end_of(chunk_id))
+        return [token for delta in self.deltas.get(chunk_id, []) for token in delta.tokens], self.end_of(chunk_id)
+
+    def end_of(self, chunk_id: int) -> str:
+        """Of a generation; "" while it goes on. Asserts that there is one end."""
+        ends = [delta.finish_reason for delta in self.deltas.get(chunk_id, []) if delta.finish_reason]
+        ends += [message.code for message, _ in self.outcomes.get(chunk_id, []) if isinstance(message, Rejected)]
+        assert len(ends) <= 1
+        return ends[0] if ends else ""
+
     async def close(self) -> None:
         self._beating.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -108,6 +127,9 @@ class HandGateway:
             case Status():
                 self.scheduler = message.incarnation
                 self.statuses.append(message)
+            case TokenChunk():
+                for delta in message.deltas:
+                    self.deltas.setdefault(delta.chunk_id, []).append(delta)
             case Quarantine():
                 self.quarantines.append(message)
             case Result() | Rejected():
