@@ -49,19 +49,18 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
 
 
 @triton.jit
-def _parts(length, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _parts(length, num_splits, min_keys, BLOCK_N: tl.constexpr):
     """(keys of each part, number of parts) of a row of `length` keys; one part of an empty row."""
-    each = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
-    each = tl.maximum(each, MIN_KEYS)
+    each = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
+    each = tl.maximum(each, min_keys)
     return each, tl.maximum(tl.cdiv(length, each), 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "short", "num_splits", "min_keys"])  # one compilation for all launches
 def _attend_part_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, log_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, table_ptr,
-    num_tokens, q_stride, table_stride, scale,
+    num_tokens, short, num_splits, min_keys, q_stride, table_stride, scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SHORT: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
@@ -72,8 +71,8 @@ def _attend_part_kernel(
     first = tl.load(cu_seqlens_q_ptr + row)
     num_queries = tl.load(cu_seqlens_q_ptr + row + 1) - first
     length = tl.load(kv_lengths_ptr + row)
-    each, num_parts = _parts(length, NUM_SPLITS, MIN_KEYS, BLOCK_N)
-    if (num_queries > 0) & (num_queries <= SHORT) & (part < num_parts):
+    each, num_parts = _parts(length, num_splits, min_keys, BLOCK_N)
+    if (num_queries > 0) & (num_queries <= short) & (part < num_parts):
         lane = tl.arange(0, HEAD_DIM)
         tile_row = tl.arange(0, BLOCK_M)
         query = tile_row // GROUP
@@ -110,20 +109,20 @@ def _attend_part_kernel(
             tl.store(log_ptr + place, logarithm, mask=present)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "short", "min_keys"])
 def _merge_kernel(
-    out_ptr, part_ptr, log_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, num_tokens,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHORT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, part_ptr, log_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, num_tokens, short, min_keys,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    head, row, query = tl.program_id(0), tl.program_id(1) // SHORT, tl.program_id(1) % SHORT
+    head, row, query = tl.program_id(0), tl.program_id(1) // short, tl.program_id(1) % short
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first = tl.load(cu_seqlens_q_ptr + row)
     num_queries = tl.load(cu_seqlens_q_ptr + row + 1) - first
-    _, num_parts = _parts(tl.load(kv_lengths_ptr + row), NUM_SPLITS, MIN_KEYS, BLOCK_N)
-    if (query < num_queries) & (num_queries <= SHORT) & (num_parts > 1):
+    _, num_parts = _parts(tl.load(kv_lengths_ptr + row), NUM_SPLITS, min_keys, BLOCK_N)
+    if (query < num_queries) & (num_queries <= short) & (num_parts > 1):
         lane = tl.arange(0, HEAD_DIM)
         part = tl.arange(0, NUM_SPLITS)
         present = part < num_parts
@@ -168,20 +167,18 @@ def paged_attention(
     divided = splits.num_splits > 1
     part = q.new_empty((splits.num_splits, *q.shape), dtype=torch.float32) if divided else out
     logarithm = q.new_empty((splits.num_splits, num_tokens, num_heads), dtype=torch.float32) if divided else out
-    shape = {
-        "HEAD_DIM": head_dim, "SHORT": max_q_len, "NUM_SPLITS": splits.num_splits,
-        "MIN_KEYS": splits.min_keys, "BLOCK_N": splits.block_n, **pdl(q),
-    }  # fmt: skip
     group = num_heads // num_kv_heads
+    shape = {"HEAD_DIM": head_dim, "BLOCK_N": splits.block_n, **pdl(q)}
     _attend_part_kernel[(num_kv_heads, num_rows, splits.num_splits)](
         q, k_cache, v_cache, out, part, logarithm, cu_seqlens_q, kv_lengths, block_table,
-        num_tokens, q.stride(0), block_table.stride(0), scale * _LOG2_E,
+        num_tokens, max_q_len, splits.num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,
         GROUP=group, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
         BLOCK_M=max(_MIN_TILE_ROWS, next_power_of_2(group * max_q_len)),
         STAGES=splits.num_stages, num_warps=splits.num_warps, **shape,
     )  # fmt: skip
     if divided:
         _merge_kernel[(num_heads, num_rows * max_q_len)](
-            out, part, logarithm, cu_seqlens_q, kv_lengths, num_tokens, NUM_HEADS=num_heads, num_warps=4, **shape
-        )
+            out, part, logarithm, cu_seqlens_q, kv_lengths, num_tokens, max_q_len, splits.min_keys,
+            NUM_HEADS=num_heads, NUM_SPLITS=splits.num_splits, num_warps=4, **shape,
+        )  # fmt: skip
     return out
