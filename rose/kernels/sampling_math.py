@@ -24,7 +24,7 @@ _WORD = tl.constexpr(0xFFFFFFFF)
 _M0, _M1 = (tl.constexpr(word) for word in MULTIPLIERS)
 _W0, _W1 = (tl.constexpr(word) for word in WEYL)
 _ROUNDS = tl.constexpr(ROUNDS)
-_ID_BITS = tl.constexpr(0x7FFFFFFF)
+_ID_BITS = tl.constexpr(0x7FFFFFFF)  # ids are kept inverted, so that the lower one is the larger key
 
 
 @triton.jit
@@ -45,12 +45,12 @@ def order_of(x):
 def keys_of(x, column):
     """int64 in the order of (logit, lower column first); a NaN comes last."""
     x = tl.where(x == x, x, float("-inf"))
-    return (order_of(x).to(tl.int64) << 32) | (_ID_BITS - column)
+    return (order_of(x).to(tl.int64) << 32) | (column ^ _ID_BITS)
 
 
 @triton.jit
 def key_id(key):
-    return (_ID_BITS - (key & _ID_BITS)).to(tl.int32)
+    return ((key & _ID_BITS) ^ _ID_BITS).to(tl.int32)
 
 
 @triton.jit

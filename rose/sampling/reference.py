@@ -68,7 +68,7 @@ class TorchOps:
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         logits = without_nan(logits)
-        keys = _keys(logits).topk(count, dim=1).values
+        keys = ordered_keys(logits).topk(count, dim=1).values
         top_ids = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
         maximum = logits.amax(1, keepdim=True)
         total = weights(logits, torch.ones_like(maximum[:, 0])).sum(1, keepdim=True)
@@ -81,12 +81,13 @@ class TorchOps:
             logits.gather(1, top_ids) - maximum - log_total,
         )
 
-    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
+    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor | None) -> None:
         counts, lines = state.counts, state.lines(slots)
         assert counts is not None, "no slot has penalties"
         counted = (state.table[lines, FLAGS] & HAS_PENALTIES) != 0
         ids = ids.long()
-        prompt, output = counted & (is_output == 0), counted & (is_output != 0)
+        is_prompt = torch.zeros_like(counted) if is_output is None else is_output == 0
+        prompt, output = counted & is_prompt, counted & ~is_prompt
         counts[lines[prompt], ids[prompt]] |= IN_PROMPT
         lines, ids = lines[output], ids[output]
         room = (counts[lines, ids] & COUNT_MASK) < COUNT_LIMIT
@@ -131,7 +132,7 @@ def _penalise(logits: Tensor, state: SamplingSlots, lines: Tensor) -> None:
     logits[rows] = x - floats[:, PRESENCE] * (count > 0)
 
 
-def _keys(logits: Tensor) -> Tensor:
+def ordered_keys(logits: Tensor) -> Tensor:
     """int64 [R, V] in the order of (logit, lower id first), all different: high word the logit, low word the id."""
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)

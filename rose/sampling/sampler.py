@@ -46,8 +46,8 @@ class SamplingOps(Protocol):
         """float32 [R] of tokens int32 [R]; int32 and float32 [R, count] of the most probable."""
         ...
 
-    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
-        """Counts tokens of slots that have penalties; all [T]."""
+    def count(self, state: SamplingSlots, slots: Tensor, ids: Tensor, is_output: Tensor | None) -> None:
+        """Counts tokens of slots that have penalties; int32 [T]. Without is_output all are output."""
 
 
 class Sampler:
@@ -68,7 +68,7 @@ class Sampler:
         ops: SamplingOps | None = None,
     ) -> None:
         self._max_logprobs = min(max_logprobs, vocab_size)
-        self._ops = ops or TorchOps()
+        self._ops = ops or _default_ops(device)
         self.state = SamplingSlots(
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids), device=device
         )
@@ -112,7 +112,7 @@ class Sampler:
         changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=needs.logprobs)
         tokens = self._ops.choose(changed, self.state, slots, positions, needs)
         if needs.penalties:
-            self._ops.count(self.state, slots, tokens, torch.ones_like(tokens))
+            self._ops.count(self.state, slots, tokens, None)
         if not needs.logprobs:
             return Sampled(tokens)
         return Sampled(tokens, *self._ops.logprobs(logits, tokens, self._max_logprobs))
@@ -155,3 +155,11 @@ class Sampler:
             logits = logits.clone() if keep else logits
             self._ops.adjust(logits, self.state, slots, num_output, bitmask, needs)
         return logits
+
+
+def _default_ops(device: torch.device) -> SamplingOps:
+    if device.type != "cuda":
+        return TorchOps()
+    from rose.kernels.sampling import TritonOps  # Triton need not be there without a GPU
+
+    return TritonOps()
