@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 
 from ipc.types import ModelFacts
+from scheduler.config import SchedulerConfig
 from scheduler.llm.lanes import NOWHERE, Flags, Ints
 from scheduler.llm.memory import Memory
 from scheduler.llm.prefills import Prefills
-from scheduler.llm.residents import Residents
+from scheduler.llm.roster import Roster
 from scheduler.llm.sequence import Sequence
 from scheduler.llm.tables import Tables
-from scheduler.pool import Pool
 from scheduler.sharing import Room, Sharing
 
 PREFILL_SHARE = 0.25  # of a step's tokens, kept for prefill where decode rows would take all
@@ -27,21 +27,11 @@ DraftLength = Callable[[int], int]
 class Composer:
     """`draft_length(num_seqs)` is how many tokens a step of so many decode rows, and nothing else, should draft."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        residents: Residents,
-        memory: Memory,
-        pool: Pool[Sequence],
-        sharing: Sharing,
-        draft_length: DraftLength,
-    ) -> None:
+    def __init__(self, facts: ModelFacts, config: SchedulerConfig, roster: Roster, draft_length: DraftLength) -> None:
         self._facts = facts
-        self._residents = residents
-        self._lanes = residents.lanes
-        self._memory = memory
-        self._pool = pool
-        self._sharing = sharing
+        self._residents, self._lanes, self._pool = roster.residents, roster.lanes, roster.pool
+        self._memory = Memory(roster.residents, roster.pool, roster.figures, facts.max_num_seqs, config.bulk_share)
+        self._sharing = Sharing(config.bulk_share, config.bulk_wait_ms)
         self._draft_length = draft_length
 
     def compose(self, tables: Tables, num_seqs: int, num_tokens: int, now: float) -> None:

@@ -4,6 +4,7 @@ A preempted sequence keeps its tokens and is computed again later; its blocks st
 needed. A sequence with a row in the step at hand never yields in it.
 """
 
+from scheduler.llm.figures import Figures
 from scheduler.llm.residents import Residents
 from scheduler.llm.sequence import Sequence
 from scheduler.llm.tables import Tables
@@ -13,10 +14,12 @@ from scheduler.pool import Pool
 class Memory:
     """`alone`, everywhere: the sequence stands trial, and all others yield to it."""
 
-    def __init__(self, residents: Residents, pool: Pool[Sequence], max_num_seqs: int, bulk_share: float) -> None:
+    def __init__(
+        self, residents: Residents, pool: Pool[Sequence], figures: Figures, max_num_seqs: int, bulk_share: float
+    ) -> None:
         self._residents = residents
         self._pool = pool
-        self.num_preemptions = 0
+        self._figures = figures
         self.num_bulk_slots = max(int(max_num_seqs * bulk_share), int(bulk_share > 0 and max_num_seqs > 1))
 
     def reserve(self, tables: Tables, sequence: Sequence, missing: int, alone: bool) -> bool:
@@ -58,7 +61,7 @@ class Memory:
     def preempt(self, victim: Sequence) -> None:
         self._residents.leave(victim)
         self._pool.put_front(victim)
-        self.num_preemptions += 1
+        self._figures.num_preemptions += 1
 
     def _displace(self, tables: Tables, sequence: Sequence, alone: bool) -> bool:
         """Preempts one of those that yield to a sequence that waits; says whether there was one."""

@@ -23,7 +23,6 @@ class Residents:
         self.lanes = lanes
         self.running: list[Sequence] = []  # by `order`
         self.num_bulk = 0
-        self.num_hit_tokens = 0  # of all that ever entered
         self._facts = facts
         self._prefix_cache = prefix_cache
         self._generation = 0
@@ -59,7 +58,6 @@ class Residents:
         sequence.enter(self.free_slots.popleft(), hits, len(hits) * self.block_size)
         lanes.slot[lane], lanes.generation[lane] = sequence.slot, self._next_generation()
         lanes.num_blocks[lane] = len(hits)
-        self.num_hit_tokens += sequence.num_computed
         insort(self.running, sequence, key=_order)
         self._changed(sequence, 1)
 

@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from ipc.codec import FROM_RANK, TO_RANK, encode
-from ipc.step import StepFailed, StepPlan, StepResult
-from ipc.step_ring import RingError, StepRing, generate_layout
+from ipc.step import GEN_KIND, GEN_NUM_TOKENS, GEN_SLOT, StepFailed, StepPlan, StepResult
+from ipc.step_ring import Arrays, RingError, StepRing, generate_layout
 from ipc.submit import Rejected, Submit, TokenChunk, TokenDelta
 from ipc.types import ModelFacts, SamplingParams, new_incarnation
 from scheduler.config import SchedulerConfig
@@ -47,10 +47,11 @@ FACTS = ModelFacts(
 
 @dataclass
 class Client:
-    """What one request asked for and got. `end` is the finish reason, or the code it was rejected with."""
+    """What one request asked of a model and got. `end` is the finish reason, or the code it was rejected with."""
 
     prompt: list[int]
     params: SamplingParams
+    facts: ModelFacts
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     end: str = ""
@@ -68,7 +69,7 @@ class Client:
         if BAD_TOKEN in self.prompt:
             assert self.end not in ("stop", "length")
             return
-        tokens, end = reference(self.prompt, self.params, FACTS)
+        tokens, end = reference(self.prompt, self.params, self.facts)
         assert self.tokens == tokens[: len(self.tokens)]
         if self.params.seed == POISON_SEED:
             assert not self.tokens
@@ -100,7 +101,7 @@ class GenerationSim:
         self.clients: dict[int, Client] = {}
         self.seen: Counter[str] = Counter()
         self.plans: list[StepPlan] = []
-        self.rows: list[list[list[int]]] = []  # of every plan, as sent
+        self.contents: list[dict[int, tuple[int, int]]] = []  # of every plan: chunk → (kind, tokens) of its row
         self.to_rank: deque[bytes] = deque()
         self.from_rank: deque[tuple[bytes, int]] = deque()
         self.ring: StepRing | None = None
@@ -130,7 +131,7 @@ class GenerationSim:
     def add(self, prompt: list[int], params: SamplingParams, **changes: object) -> Rejected | None:
         """Submits as chunk len(clients), of gateway 0 or 1 by turns."""
         chunk_id = len(self.clients)
-        self.clients[chunk_id] = Client(prompt, params)
+        self.clients[chunk_id] = Client(prompt, params, self.facts)
         fields = {"lengths": [len(prompt)], "timeout_ms": 10**9, "sampling": params}
         submit = Submit(chunk_id % 2, 9, chunk_id, **(fields | changes))  # type: ignore[arg-type]
         frame = np.asarray(prompt, np.int32).tobytes()
@@ -162,12 +163,20 @@ class GenerationSim:
         assert self.num_in_flight <= self.facts.num_steps_in_flight
         plan = replace(plan, epoch=self.epoch)
         self.plans.append(plan)
-        self.rows.append(self.ring.slot(slot)["rows"][: plan.num_seqs].tolist())
+        self.contents.append(self._read(plan, self.ring.slot(slot)))
         self.ring.write_header(slot, plan.epoch, plan.step, plan.num_seqs, plan.num_tokens)
         self.to_rank.append(encode(plan))
         self.seen["planned on top of a step"] += self.num_in_flight - 1
         self.seen["verify steps"] += int(plan.draft_length > 0)
         return plan
+
+    def _read(self, plan: StepPlan, arrays: Arrays) -> dict[int, tuple[int, int]]:
+        if plan.canary:
+            return {}
+        chunk_of = {sequence.slot: sequence.chunk_id for sequence in self.planner.residents.running}
+        rows = arrays["rows"][: plan.num_seqs].tolist()
+        assert sum(row[GEN_NUM_TOKENS] for row in rows) <= self.facts.max_num_batched_tokens
+        return {chunk_of[row[GEN_SLOT]]: (row[GEN_KIND], row[GEN_NUM_TOKENS]) for row in rows}
 
     def run_rank(self) -> None:
         if not self.to_rank:
@@ -268,11 +277,11 @@ class GenerationSim:
     def check_nothing_left(self) -> None:
         """After `drain`: every block, slot, lane and request is back, here and at the rank."""
         self.check_memory()
-        planner = self.planner
+        planner, roster = self.planner, self.planner.roster
         assert not planner.residents.running
         assert planner.residents.blocks.num_free == self.facts.num_blocks
-        assert planner.lanes.num_used == 0
-        assert (planner.pool.num_requests, planner.pool.num_tokens) == (0, 0)
+        assert roster.lanes.num_used == 0
+        assert (roster.pool.num_requests, roster.pool.num_tokens) == (0, 0)
         assert self.rank.slots == [None] * self.facts.max_num_seqs
         assert all(client.end for client in self.clients.values())
 
