@@ -194,5 +194,4 @@ def test_rows_that_are_not_finite() -> None:
     found = draw_both(params, logits)
     for drawn in found:
         assert ((drawn.tokens >= 0) & (drawn.tokens < VOCAB)).all()
-        assert drawn.tokens[0] == drawn.tokens[5]
     assert torch.equal(found[0].tokens, found[2].tokens)
