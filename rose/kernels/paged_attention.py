@@ -45,7 +45,7 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     min_keys = 64 if programs <= 128 else 256 if programs <= 512 else 512
     num_splits = max(_MIN_SPLITS, min(_MAX_SPLITS, next_power_of_2(-(-_PROGRAMS // programs))))
     num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
-    return Splits(num_splits, min_keys, 64, 4, 3 if head_dim >= 128 else 4)
+    return Splits(num_splits, min_keys, 64, 4, 3 if head_dim >= 128 else 5)
 
 
 @triton.jit

@@ -83,8 +83,8 @@ def _slot_rows_kernel(
     num_own = tl.where(is_row, num_blocks, 0)
     for begin in range(0, num_blocks, BLOCKS):
         index = begin + tl.arange(0, BLOCKS)
-        block = tl.load(table_ptr + slot * table_stride + index, mask=index < num_own, other=dummy_block)
-        tl.store(row_table_ptr + row.to(tl.int64) * row_table_stride + index, block, mask=index < num_blocks)
+        entry = tl.load(table_ptr + slot * table_stride + index, mask=index < num_own, other=dummy_block)
+        tl.store(row_table_ptr + row.to(tl.int64) * row_table_stride + index, entry, mask=index < num_blocks)
 
 
 def slot_rows(slots: Slots, rows: DecodeRows) -> None:

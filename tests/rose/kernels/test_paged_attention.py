@@ -129,6 +129,6 @@ def test_default_splits() -> None:
     assert default_splits(1, 8, 128, 2000) == Splits(32, 64, 64, 4, 3)
     assert default_splits(8, 8, 128, 1 << 17) == Splits(16, 64, 64, 4, 3)
     assert default_splits(32, 8, 128, 1 << 17) == Splits(4, 256, 64, 4, 3)
-    assert default_splits(128, 8, 64, 1 << 17) == Splits(4, 512, 64, 4, 4)
+    assert default_splits(128, 8, 64, 1 << 17) == Splits(4, 512, 64, 4, 5)
     assert default_splits(128, 8, 64, 512).num_splits == 1
     assert MAX_SHORT >= 5, "one token and four drafts"

@@ -1,0 +1,106 @@
+"""Compiles every kernel of generation for Hopper on a machine without a GPU: see bench.micro.compile_kernels.
+
+    python -m bench.micro.decode_compile [FILTER]
+
+Fails where one does not compile: Triton's interpreter, in which they are tested, forgives more than its compiler.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bench.micro.compile_kernels import compile_only, usage, zeros
+from ipc.types import ModelFacts
+from rose.decode_buffers import DecodeBuffers
+from rose.graph_policy import GraphKey
+from rose.kernels.kv_append import kv_append
+from rose.kernels.paged_attention import Splits, default_splits, paged_attention
+from rose.kernels.paged_prefill import paged_prefill
+from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
+from rose.slots import Slots
+
+CPU = torch.device("cpu")
+HEADS = ((32, 8, 128), (8, 1, 128), (16, 8, 128), (9, 3, 64))
+SPLITS = (Splits(4, 256, 64, 4, 3), Splits(4, 256, 32, 4, 5), Splits(4, 256, 128, 4, 3), Splits(4, 256, 64, 4, 5))
+LIMITS = ((8192, 128, 0), (16, 1, 0), (100, 7, 3), (15, 1, 1))  # max_model_len, max_num_seqs, max_draft_tokens
+
+
+def int32s(*shape: int) -> torch.Tensor:
+    return zeros(*shape, dtype=torch.int32)
+
+
+def attend(heads: tuple[int, int, int], q: int, splits: Splits) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    cache = zeros(9, 16, num_kv_heads, head_dim)
+    paged_attention(
+        zeros(8 * q, num_heads, head_dim), cache, cache, int32s(9), int32s(8), int32s(8, 512),
+        scale=1.0, max_q_len=q, splits=splits,
+    )  # fmt: skip
+
+
+def prefill(heads: tuple[int, int, int]) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    cache = zeros(9, 16, num_kv_heads, head_dim)
+    paged_prefill(zeros(300, num_heads, head_dim), cache, cache, int32s(4), int32s(3), int32s(3, 512), scale=1.0)
+
+
+def append() -> None:
+    cache, qkv = zeros(9, 16, 8, 128), zeros(4, 6144)
+    k, v = (part.unflatten(-1, (8, 128)) for part in qkv[:, 4096:].chunk(2, dim=-1))
+    kv_append(k, v, cache, cache, int32s(4))
+
+
+def rows(max_model_len: int, max_num_seqs: int, max_draft_tokens: int, q: int) -> None:
+    facts = ModelFacts(
+        name="", architecture="", task="generate", vocab_size=128256, max_model_len=max_model_len, dimension=1,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=512, num_blocks=99, max_draft_tokens=max_draft_tokens,
+    )  # fmt: skip
+    slots = Slots(facts, 99, CPU)
+    buffers = DecodeBuffers(facts, slots.block_table.shape[1], CPU)
+    views = buffers.rows(GraphKey("decode", max_num_seqs, max_num_seqs * q, q, "triton"))
+    slot_rows(slots, views)
+    tokens = int32s(max_num_seqs, max_draft_tokens + 1)
+    advance_rows(slots, views, tokens, buffers.ones, buffers.row_outputs(max_num_seqs))
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for heads in HEADS:
+        for q in (1, 5):
+            for splits in dict.fromkeys((default_splits(8, heads[1], heads[2], 8192), *SPLITS)):
+                name = f"attend {'/'.join(map(str, heads))} q{q} {splits[2:]}"
+                yield name, lambda a=(heads, q, splits): attend(*a)
+        yield f"prefill {heads}", lambda h=heads: prefill(h)
+    yield "kv_append", append
+    for limits in LIMITS:
+        for q in {1, limits[2] + 1}:
+            yield f"rows {limits} q{q}", lambda a=(*limits, q): rows(*a)
+    yield "mark_non_finite", lambda: mark_non_finite(zeros(4, 128256, dtype=torch.float32), int32s(4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("filter", nargs="?", default="")
+    args = parser.parse_args()
+    found: list[tuple[str, Any]] = []
+    compile_only(found)
+    failed = False
+    for name, run in cases():
+        if args.filter not in name:
+            continue
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - one kernel's failure must not hide the others
+            print(f"{name:40s} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
+            failed = True
+        for kernel, compiled in found:
+            shared = compiled.metadata.shared
+            print(f"{name:40s} {kernel:20s} {usage(compiled.asm['cubin'])} shared {shared}", flush=True)
+        found.clear()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
