@@ -80,7 +80,9 @@ def create_app(
     async def schedulers(app: web.Application) -> AsyncIterator[None]:
         """Connections, the watcher of replicas.json and the tokenizer's threads, for as long as the app runs."""
         metrics = Metrics()
-        client = SchedulerClient(list(served), Sender(new_incarnation(), index), config.replica_wait_ms, metrics)
+        client = SchedulerClient(
+            list(served), Sender(new_incarnation(), index, config.spin_us), config.replica_wait_ms, metrics
+        )
         pool = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
         watcher = ReplicaWatcher(replicas_file(run_dir), client.update, log)
         watcher.poll()

@@ -15,13 +15,12 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
-import zmq
 from msgspec import Struct
 
 from gateway.job import AbortReason, Chunk
 from ipc.codec import TO_GATEWAY, DecodeError, encode
 from ipc.control import Heartbeat, Hello, ProcessStats, Quarantine, Status
-from ipc.sockets import EventSocket, Frame, SocketError, dealer
+from ipc.sockets import Context, EventSocket, Frame, SocketError, dealer
 from ipc.submit import Abort, Rejected, Result, Submit, TokenChunk
 from ipc.types import ModelFacts
 
@@ -34,6 +33,7 @@ class Sender(Struct, frozen=True):
 
     incarnation: int
     index: int
+    spin_us: int = 0  # how long its loop stays awake after a message
 
     @property
     def identity(self) -> bytes:
@@ -68,7 +68,7 @@ class LinkOwner(Protocol):
 class Link:
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         replica: str,
         endpoint: str,
         sender: Sender,
@@ -93,7 +93,7 @@ class Link:
         self._status_at = 0.0
         self._ticked_at = self._loop.time()
         socket = dealer(context, endpoint, sender.identity)
-        self._socket = EventSocket(socket, self._on_message, self._loop, self._on_connection)
+        self._socket = EventSocket(socket, self._on_message, self._loop, self._on_connection, sender.spin_us)
 
     @property
     def live(self) -> bool:

@@ -1,4 +1,4 @@
-"""A rank's two connections to its scheduler: membership (Unix socket, ring) and steps (ZeroMQ).
+"""A rank's two connections to its scheduler: membership (Unix socket, ring) and steps.
 
 Knows the protocol and the order of its words; knows nothing of models, tensors or what a step computes.
 """
@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import zmq
 from msgspec import Struct
 
 from ipc import addresses
 from ipc.codec import TO_RANK, DecodeError, ToRank, encode
 from ipc.control import Hello, Join
 from ipc.membership import MembershipClosed, MembershipSocket
-from ipc.sockets import PeerFull, PeerGone, Socket, dealer
+from ipc.sockets import Context, PeerFull, PeerGone, Socket, dealer
 from ipc.step_ring import StepRing
 from ipc.types import ModelFacts
 
 RETRY_SECONDS = 0.1
 CONNECT_SECONDS = 10.0
+RESEND_SECONDS = 0.02
 
 
 class Stopped(Exception):
@@ -49,17 +49,16 @@ class SchedulerLink:
         self._membership = membership
         self._socket = socket
         self._stop_fd = stop_fd
-        self._poller = zmq.Poller()
-        self._poller.register(socket.raw, zmq.POLLIN)
-        self._poller.register(membership.fileno(), zmq.POLLIN)
-        self._poller.register(stop_fd, zmq.POLLIN)
+        self._poller = select.poll()
+        for fd in (socket.fileno(), membership.fileno(), stop_fd):
+            self._poller.register(fd, select.POLLIN)
         self._wake_fd = -1
 
     @classmethod
     def open(
         cls,
         *,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         run_dir: Path,
         replica: str,
         rank: int,
@@ -102,7 +101,7 @@ class SchedulerLink:
             except (PeerFull, PeerGone) as error:
                 if time.monotonic() > deadline:
                     raise SchedulerGone("the scheduler takes no messages") from error
-                self._socket.raw.poll(20, zmq.POLLOUT)
+                time.sleep(RESEND_SECONDS)
                 self._check_scheduler()
 
     def receive(self) -> ToRank | None:
@@ -127,7 +126,7 @@ class SchedulerLink:
             if self._wake_fd >= 0:
                 self._poller.unregister(self._wake_fd)
             if wake_fd >= 0:
-                self._poller.register(wake_fd, zmq.POLLIN)
+                self._poller.register(wake_fd, select.POLLIN)
             self._wake_fd = wake_fd
         events = dict(self._poller.poll(timeout_ms))
         if self._membership.fileno() in events:

@@ -17,3 +17,4 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gateway_heartbeat_ms: int = 5_000  # a gateway silent for longer is gone, and its work with it
     canary_interval_ms: int = 5_000  # a forward pass at least this often, so that readiness is proved
     drain_timeout_ms: int = 20_000
+    spin_us: int = 0  # stay awake so long after a message: needs a core of its own

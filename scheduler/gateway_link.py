@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import zmq
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ipc.codec import TO_SCHEDULER, DecodeError, encode
 from ipc.control import PROBE_INDEX, Heartbeat, Hello, ProcessStats, Quarantine, Status
-from ipc.sockets import EventSocket, Frame, PeerFull, SocketError, router
+from ipc.sockets import Context, EventSocket, Frame, PeerFull, SocketError, router
 from ipc.submit import Abort, Rejected, Submit
 from ipc.types import PROTOCOL_VERSION, new_incarnation
 from scheduler.config import SchedulerConfig
@@ -45,8 +44,9 @@ class GatewayEvents(Protocol):
 class Gateway:
     """One registered gateway."""
 
-    def __init__(self, identity: bytes, incarnation: int, now: float) -> None:
+    def __init__(self, identity: bytes, incarnation: int, now: float, socket: EventSocket) -> None:
         self.identity = identity
+        self.socket = socket  # on which it is heard
         self.incarnation = incarnation
         self.registration = new_incarnation()  # it learns from another one that we had dropped it
         self.heard_at = now
@@ -57,7 +57,7 @@ class Gateway:
 class GatewayLink:
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         endpoint: str,
         incarnation: int,
         config: SchedulerConfig,
@@ -72,10 +72,14 @@ class GatewayLink:
         self._events = events
         self._log = log
         self._gateways: dict[int, Gateway] = {}  # by incarnation
-        socket = router(context, endpoint)
-        if config.listen is not None:
-            socket.bind(config.listen)
-        self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop())
+        self._sockets: list[EventSocket] = []
+        try:
+            self._listen(context, endpoint, config.spin_us)
+            if config.listen is not None:
+                self._listen(context, config.listen, config.spin_us)
+        except SocketError:
+            self.close()
+            raise
 
     # --- for the loop ---------------------------------------------------------------------------------------
 
@@ -104,19 +108,28 @@ class GatewayLink:
 
     def check(self, now: float) -> None:
         """Retries what waits, and lets go of the silent. Messages that have arrived count first."""
-        while (frames := self._socket.socket.receive()) is not None:
-            self._on_message(frames)
+        for socket in self._sockets:
+            while (frames := socket.socket.receive()) is not None:
+                self._on_message(socket, frames)
         for gateway in list(self._gateways.values()):
             self._flush(gateway)
             if now - gateway.heard_at > self._silence_s:
                 self._drop(gateway, f"silent for {self._silence_s:g} s (gateway_heartbeat_ms)")
 
     def close(self) -> None:
-        self._socket.close()
+        for socket in self._sockets:
+            socket.close()
+
+    def _listen(self, context: Context, endpoint: str, spin_us: int) -> None:
+        def on_message(frames: list[bytes]) -> None:
+            self._on_message(socket, frames)
+
+        socket = EventSocket(router(context, endpoint), on_message, asyncio.get_running_loop(), spin_us=spin_us)
+        self._sockets.append(socket)
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    def _on_message(self, frames: list[bytes]) -> None:
+    def _on_message(self, socket: EventSocket, frames: list[bytes]) -> None:
         identity = frames[0]
         try:
             message = TO_SCHEDULER.decode(frames[1])
@@ -125,29 +138,29 @@ class GatewayLink:
             return
         match message:
             case Submit():
-                self._on_submit(identity, message, frames)
+                self._on_submit(socket, message, frames)
             case Abort():
                 if message.scheduler == self._incarnation:
                     self._events.on_abort(message.gateway, message.chunk_id, message.reason)
                 else:
                     self._stats.stale["gateway"] += 1
             case Hello() | Heartbeat():
-                self._on_sign_of_life(identity, message)
+                self._on_sign_of_life(socket, identity, message)
             case Quarantine():
                 self._events.on_quarantine(message)
 
-    def _on_submit(self, identity: bytes, submit: Submit, frames: list[bytes]) -> None:
-        gateway = self._register(identity, submit.gateway)
+    def _on_submit(self, socket: EventSocket, submit: Submit, frames: list[bytes]) -> None:
+        gateway = self._register(socket, frames[0], submit.gateway)
         if submit.scheduler != self._incarnation:
             self._stats.stale["gateway"] += 1
             self._stats.requests["stale"] += 1
             message = "meant for another incarnation of this scheduler: say Hello and send it again"
             rejected = Rejected(submit.gateway, submit.chunk_id, "stale", message, attempt=submit.attempt)
-            self._send(gateway, [identity, encode(rejected)])
+            self._send(gateway, [gateway.identity, encode(rejected)])
             return
         self._events.on_submit(submit, frames[2] if len(frames) == 3 else b"")
 
-    def _on_sign_of_life(self, identity: bytes, message: Hello | Heartbeat) -> None:
+    def _on_sign_of_life(self, socket: EventSocket, identity: bytes, message: Hello | Heartbeat) -> None:
         if isinstance(message, Hello) and (message.role != "gateway" or message.protocol != PROTOCOL_VERSION):
             reason = f"role {message.role}, protocol {message.protocol}: expected gateway, {PROTOCOL_VERSION}"
             self._log("hello_refused", level="warning", pid=message.pid, reason=reason)
@@ -155,24 +168,24 @@ class GatewayLink:
         status = self._events.status()
         if isinstance(message, Hello) and message.index == PROBE_INDEX:
             with contextlib.suppress(SocketError):  # it asks again, or has gone
-                self._socket.send([identity, encode(status)])
+                socket.send([identity, encode(status)])
             return
-        gateway = self._register(identity, message.incarnation)
+        gateway = self._register(socket, identity, message.incarnation)
         if isinstance(message, Heartbeat) and message.stats is not None:
             gateway.stats = message.stats
         self._send(gateway, [identity, encode(_addressed(status, gateway))])
 
     # --- gateways -------------------------------------------------------------------------------------------
 
-    def _register(self, identity: bytes, incarnation: int) -> Gateway:
+    def _register(self, socket: EventSocket, identity: bytes, incarnation: int) -> Gateway:
         now = time.monotonic()
         gateway = self._gateways.get(incarnation)
         if gateway is not None:
-            gateway.identity, gateway.heard_at = identity, now
+            gateway.identity, gateway.heard_at, gateway.socket = identity, now, socket
             return gateway
         for other in [other for other in self._gateways.values() if other.identity == identity]:
             self._drop(other, "its successor took its place")
-        gateway = self._gateways[incarnation] = Gateway(identity, incarnation, now)
+        gateway = self._gateways[incarnation] = Gateway(identity, incarnation, now, socket)
         self._log("gateway_joined", gateway=f"{incarnation:x}")
         for entry in self._events.quarantine_entries():
             self._send(gateway, [identity, encode(entry)])
@@ -194,7 +207,7 @@ class GatewayLink:
                 self._drop(gateway, f"it left {MAX_BACKLOG} messages untaken")
             return
         try:
-            self._socket.send(frames)
+            gateway.socket.send(frames)
         except PeerFull:
             gateway.backlog.append(frames)
         except SocketError:
@@ -205,7 +218,7 @@ class GatewayLink:
         """Sends what waits, in order, as far as the socket takes it."""
         while gateway.backlog:
             try:
-                self._socket.send(gateway.backlog[0])
+                gateway.socket.send(gateway.backlog[0])
             except PeerFull:
                 return
             except SocketError:

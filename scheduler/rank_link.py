@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import zmq
 from msgspec.structs import replace
 
 from ipc import addresses
 from ipc.codec import FROM_RANK, DecodeError, encode
 from ipc.control import Drain, Heartbeat, ProcessStats
-from ipc.sockets import EventSocket, SocketError, router
+from ipc.sockets import Context, EventSocket, SocketError, router
 from ipc.step import Ready, Shutdown, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.types import ModelFacts
@@ -44,7 +43,7 @@ class RankEvents(Protocol):
 class RankLink:
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         run_dir: Path,
         replica: str,
         tensor_parallel_size: int,
@@ -69,7 +68,7 @@ class RankLink:
         socket = router(context, addresses.rank_endpoint(run_dir, replica))
         path = addresses.membership_path(run_dir, replica)
         self._membership = Membership(path, self._on_hello, self._on_hangup, self._on_death, log)
-        self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop())
+        self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop(), spin_us=config.spin_us)
 
     # --- for the loop ---------------------------------------------------------------------------------------
 

@@ -41,9 +41,9 @@ def _ask(socket: Socket, hello: bytes, deadline: float) -> Status | None:
                 socket.send([hello])
                 sent = True
             except (PeerFull, PeerGone):  # not connected yet
-                socket.raw.poll(_POLL_MS, zmq.POLLOUT)
+                time.sleep(_POLL_MS / 1000)
                 continue
-        socket.raw.poll(_POLL_MS)
+        socket.poll(_POLL_MS)
         frames = socket.receive()
         if frames is None:
             continue

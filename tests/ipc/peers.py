@@ -1,13 +1,10 @@
-"""Programs at the other end of a ZeroMQ socket, and small verbs for this end."""
+"""Programs at the other end of a socket, and small verbs for this end."""
 
+import socket
 import time
 from collections.abc import Callable
 
-import zmq
-
 from ipc.sockets import EventSocket, Frame, PeerFull, PeerGone, Socket
-
-Context = zmq.Context[zmq.Socket[bytes]]
 
 # binds a ROUTER and does as told: echo one message, or count what has come when no more comes
 ROUTER = """
@@ -21,11 +18,11 @@ ROUTER = """
     print("bound", flush=True)
     for order in sys.stdin:
         if order.strip() == "echo":
-            socket.raw.poll(5000)
+            socket.poll(5000)
             socket.send(socket.receive())
         else:
             count = 0
-            while socket.raw.poll(500):
+            while socket.poll(500):
                 while (frames := socket.receive()) is not None:
                     count += 1
                     last = frames[-1][:16]
@@ -44,11 +41,17 @@ DEALER = """
             time.sleep(0.01)
     for order in sys.stdin:
         count = 0
-        while socket.raw.poll(500):
+        while socket.poll(500):
             while socket.receive() is not None:
                 count += 1
         print(count, flush=True)
 """
+
+
+def free_tcp_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -67,7 +70,7 @@ def sent(socket: Socket | EventSocket, frames: list[Frame]) -> bool:
 
 
 def receive(socket: Socket) -> list[bytes]:
-    assert socket.raw.poll(10_000), "nothing came"
+    assert socket.poll(10_000), "nothing came"
     frames = socket.receive()
     assert frames is not None
     return frames

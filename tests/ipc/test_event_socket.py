@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from ipc.sockets import EventSocket, PeerFull, dealer, router
-from tests.ipc.peers import ROUTER, Context, fill, sent
+from ipc.sockets import Context, EventSocket, PeerFull, dealer, router
+from tests.ipc.peers import ROUTER, fill, sent
 from tests.ipc.processes import Child
 
 Run = Callable[[Coroutine[object, object, None]], None]

@@ -57,8 +57,10 @@ class HandScheduler:
 
     def receive(self, kind: type) -> object:
         while True:
-            assert self.router.raw.poll(20_000), f"no {kind.__name__} came"
-            self.peer, body = self.router.raw.recv_multipart()
+            assert self.router.poll(20_000), f"no {kind.__name__} came"
+            frames = self.router.receive()
+            assert frames is not None
+            self.peer, body = frames
             message = FROM_RANK.decode(body)
             if not isinstance(message, Heartbeat) or kind is Heartbeat:
                 assert isinstance(message, kind), message

@@ -68,8 +68,8 @@ async def link(tmp_path: Path) -> "Iterator[tuple[GatewayLink, Wire, Events, Sta
     events, stats, wire = Events(), Stats("r"), Wire()
     config = SchedulerConfig(gateway_heartbeat_ms=1000)
     made = GatewayLink(context, f"ipc://{tmp_path}/g.sock", 1, config, stats, events, lambda *_, **__: None)
-    real, made._socket = made._socket, wire  # type: ignore[assignment]
-    made._on_message([b"id", encode(Submit(5, 1, 1, [1], 100)), b"\0\0\0\0"])
+    real, made._sockets = made._sockets[0], [wire]  # type: ignore[list-item]
+    made._on_message(wire, [b"id", encode(Submit(5, 1, 1, [1], 100)), b"\0\0\0\0"])  # type: ignore[arg-type]
     yield made, wire, events, stats
     real.close()
     context.destroy(linger=0)
@@ -130,7 +130,7 @@ async def test_a_gateway_dropped_and_taken_again_has_another_registration(
     monkeypatch.setattr(gateway_link, "MAX_BACKLOG", 2)
 
     def registrations() -> list[int]:
-        made._on_message([b"id", encode(Heartbeat(5))])
+        made._on_message(wire, [b"id", encode(Heartbeat(5))])
         made.broadcast(Status(1, "ready"))
         statuses = [TO_GATEWAY.decode(body) for body in _chunks(wire)]
         return [status.registration for status in statuses if isinstance(status, Status)]
@@ -148,17 +148,17 @@ async def test_a_gateway_dropped_and_taken_again_has_another_registration(
 
 async def test_who_only_asks_for_a_status_is_no_gateway(link: tuple[GatewayLink, Wire, Events, Stats]) -> None:
     made, wire, _, stats = link
-    made._on_message([b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
+    made._on_message(wire, [b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
     assert wire.sent[-1][0] == b"probe"
     assert isinstance(TO_GATEWAY.decode(bytes(wire.sent[-1][1])), Status)
     wire.gone = True
-    made._on_message([b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
+    made._on_message(wire, [b"probe", encode(Hello(99, "gateway", PROBE_INDEX, 1))])
     assert (made.incarnations, stats.num_undeliverable) == ([5], 0)
 
 
 async def test_a_submit_of_too_few_frames_still_reaches_the_door(link: tuple[GatewayLink, Wire, Events, Stats]) -> None:
-    made, _, events, _ = link
-    made._on_message([b"id", encode(Submit(5, 1, 2, [1], 100))])
+    made, wire, events, _ = link
+    made._on_message(wire, [b"id", encode(Submit(5, 1, 2, [1], 100))])
     assert [submit.chunk_id for submit in events.submits] == [1, 2]  # which rejects it by its size
     assert isinstance(TO_SCHEDULER.decode(encode(events.submits[1])), Submit)
 

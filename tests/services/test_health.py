@@ -32,7 +32,7 @@ def scheduler(run_dir: Path, answers: list[bytes]) -> Iterator[list[Hello]]:
     heard: list[Hello] = []
 
     def answer() -> None:
-        if socket.raw.poll(5000):
+        if socket.poll(5000):
             frames = socket.receive()
             assert frames is not None
             message = TO_SCHEDULER.decode(frames[-1])
