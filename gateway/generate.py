@@ -13,7 +13,7 @@ from gateway.generate_job import Generation, Keeping
 from gateway.generate_prompt import Prompt, choice_inputs, encode_prompts, prompt_name
 from gateway.generate_text import ChoiceText
 from gateway.limits import check_chars, check_choices, check_items, check_tokens
-from gateway.stream import KEEP_ALIVE, EventStream
+from gateway.stream import KEEP_ALIVE, EventStream, every
 from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, Usage
 
 INLINE_PIECES = 1000  # about 1 ms
@@ -27,10 +27,9 @@ async def generate(request: web.Request, call: Call, task: GenerateTask, dialect
     generation = _start(call, task, prompts)
     try:
         choices = Choices(call, task, prompts, generation)
-        head = Head(secrets.token_hex(12), int(time.time()))
         if task.stream:
-            return await _stream(request, call, task, dialect, choices, head)
-        outcome = GenerateOutcome(head, await _collect(choices), choices.usage())
+            return await _stream(request, call, task, dialect, generation, choices)
+        outcome = GenerateOutcome(_head(), await _collect(choices), choices.usage())
         return web.Response(body=await _render(call, task, dialect, outcome), headers=call.headers())
     except asyncio.CancelledError:
         generation.abort("deadline" if asyncio.get_running_loop().time() >= call.deadline else "disconnect")
@@ -137,10 +136,6 @@ class Choices:
                 pieces.append(piece)
         return pieces
 
-    def streamed(self, pieces: list[Piece]) -> None:
-        """The client is about to get these: their choices cannot begin anew."""
-        self._generation.streamed.update(piece.choice for piece in pieces)
-
     def usage(self) -> Usage:
         """Prompts count once, however many choices they have."""
         return Usage(
@@ -165,6 +160,10 @@ class Choices:
             self._metrics.inter_token_seconds.observe((now - before) / num_tokens)
 
 
+def _head() -> Head:
+    return Head(secrets.token_hex(12), int(time.time()))
+
+
 async def _collect(choices: Choices) -> list[list[Piece]]:
     found: dict[int, list[Piece]] = {}
     while not choices.done:
@@ -184,22 +183,20 @@ async def _render(call: Call, task: GenerateTask, dialect: Dialect, outcome: Gen
 
 
 async def _stream(
-    request: web.Request, call: Call, task: GenerateTask, dialect: Dialect, choices: Choices, head: Head
+    request: web.Request, call: Call, task: GenerateTask, dialect: Dialect, generation: Generation, choices: Choices
 ) -> web.StreamResponse:
     assert dialect.events is not None, "only its routes give a GenerateTask"
-    events = dialect.events(task, head)
+    events = dialect.events(task, _head())
     stream = EventStream(request, {"X-Tokenize-Ms": f"{call.tokenize_ms:.2f}"})
     quiet_s = call.gateway.config.keep_alive_ms / 1000
-    while not choices.done:
-        try:
-            async with asyncio.timeout(quiet_s):
-                pieces = await choices.next()
-        except TimeoutError:
-            await stream.send(KEEP_ALIVE)
-            continue
-        if pieces:
-            choices.streamed(pieces)
-            await stream.send(events.pieces(pieces))
+    with every(quiet_s / 2, generation.wake):  # a timeout around each wait would cost more than all the rest
+        while not choices.done:
+            pieces = await choices.next()
+            if pieces:
+                generation.streamed.update(piece.choice for piece in pieces)
+                await stream.send(events.pieces(pieces))
+            elif stream.quiet_s() >= quiet_s / 2:
+                await stream.send(KEEP_ALIVE)
     if task.include_usage:
         await stream.send(events.usage(choices.usage()))
     await stream.end()

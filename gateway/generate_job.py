@@ -82,16 +82,21 @@ class Generation:
         self._changed = asyncio.Event()
 
     async def news(self) -> dict[int, News]:
-        """Waits for something new, and takes it; by choice. Raises the GatewayError that ended the generation."""
-        while not self._news or self._error is not None:
-            if self._error is not None:
-                raise self._error
+        """Waits for something new, and takes it; by choice. Nothing after `wake`. Raises the GatewayError that ended
+        the generation."""
+        if not self._news and self._error is None:
             self._changed.clear()
             await self._changed.wait()
+        if self._error is not None:
+            raise self._error
         news, self._news = self._news, {}
         if self._keeping.streams:
             self._num_kept = 0
         return news
+
+    def wake(self) -> None:
+        """Ends the waiting for news, though there may be none."""
+        self._changed.set()
 
     def end(self, index: int) -> None:
         """The choice has all it needs, by a stop string: nothing more is wanted of it."""

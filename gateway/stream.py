@@ -6,6 +6,8 @@ aiohttp's and the transport's buffers (about 128 KiB) are kept for it here.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
@@ -22,16 +24,41 @@ KEEP_ALIVE = b": keep-alive\n\n"
 LAST_WORD_S = 1.0  # how long a client that does not read may hold up its error event
 
 
+@contextlib.contextmanager
+def every(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Calls `call` at that interval for as long as the context lasts."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer
+        timer = loop.call_later(seconds, tick)
+        call()
+
+    timer = loop.call_later(seconds, tick)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
         self.response = web.StreamResponse(headers=headers | HEADERS | request_id(request))
         self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+
+    def quiet_s(self) -> float:
+        """Since the last event, or since the request's begin."""
+        return self._loop.time() - self._sent_at
 
     async def send(self, events: bytes) -> None:
         """Waits while the client has too much unread. Raises ConnectionError when it is gone."""
         if not self.response.prepared:
             self._request[EVENTS] = self
             await self.response.prepare(self._request)
+        self._sent_at = self._loop.time()
         await self.response.write(events)
 
     async def end(self) -> None:

@@ -257,17 +257,17 @@ async def test_a_client_that_leaves_ends_its_generation(chat_stack: Stack, strea
 async def test_a_client_that_does_not_read_holds_up_nobody_and_is_cut_off(chat_stack: Stack) -> None:
     """Its stream is large; what is kept for it here stays small, others go on, and at its deadline it is over."""
     scheduler = chat_stack.schedulers["chat/0"]
-    scheduler.generations.tokens_per_step = 50
+    scheduler.generations.step_s, scheduler.generations.tokens_per_step = 0.01, 4
     body = json.dumps(REQUEST | {"stream": True, "max_tokens": 2000, "n": 16, "logprobs": 20}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", chat_stack.port, limit=1024)
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Timeout-Ms: 2500\r\n"
-        b"Content-Length: %d\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Timeout-Ms: 1500\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n"
     )
     writer.write(head % len(body) + body)
     await until(lambda: bool(scheduler.submits))
     assert text_of(await events(chat_stack, prompt="the", max_tokens=5)) == "the" * 5
-    await until(lambda: not scheduler.generations.running, 10)
+    await until(lambda: [abort.reason for abort in scheduler.aborts] == ["deadline"] * 16, 10)
     received = b""
     with contextlib.suppress(ConnectionError):
         while block := await asyncio.wait_for(reader.read(1 << 20), 10):
