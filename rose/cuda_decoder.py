@@ -42,7 +42,8 @@ COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True)
 
 
 class CudaDecoder:
-    """`stream` is the device's; `shapes` is where the list of captured shapes is kept, if anywhere.
+    """`tokenizer` is the model's tokenizer.json; `stream` is the device's; `shapes` is where the list of captured shapes
+    is kept, if anywhere.
 
     Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
     """
@@ -56,18 +57,19 @@ class CudaDecoder:
         config: RankConfig,
         *,
         device: torch.device,
+        tokenizer: Path,
         stream: StepStream | None = None,
         shapes: Path | None = None,
     ) -> None:
         use_kernels(model)
         language_model = cast(LanguageModel, model)
         self._facts, self._caches, self._shapes = facts, caches, shapes
-        self._residents = Residents(facts, device)
+        self._residents = Residents(facts, device, tokenizer)
         self._nobody = facts.max_num_seqs
         self._buffers = DecodeBuffers(facts, self._residents.slots.block_table.shape[1], device)
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
-        self._attention = _backends(model_config, caches[0].k.dtype, device, config.attention)
+        self._attention = paged_backends(model_config, caches[0].k.dtype, device, config.attention)
         self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self._residents, facts)
         self._static = StaticDecoder(language_model, self._residents, self._buffers)
         self._failed_step = 0  # the newest that ran out of memory
@@ -224,7 +226,8 @@ class _Landing:
         return self._lazy.fileno()
 
 
-def _backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:
+def paged_backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:
+    """Raises ModelError for an override that cannot run here."""
     shape = AttentionShape(
         model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim**-0.5, model.causal
     )

@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig
-from rose.cuda_decoder import CudaDecoder
+from rose.cuda_decoder import CudaDecoder, paged_backends
+from rose.cuda_decoder_load import run_largest_step
 from rose.kv_cache import KVShape, allocate
-from rose.models.config import ModelError
+from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
+from rose.models.task import read_task
 from rose.runner import OutOfMemory
 from rose.shape_list import read_shapes
 from tests.rose.decoder_driving import GREEDY, Driver, Row, Seq
@@ -42,6 +45,7 @@ class StaticDriver(Driver):
             self.facts,
             RankConfig(**{"capture": "lazy"} | SIZES | settings),
             device=DEVICE,
+            tokenizer=directory / "tokenizer.json",
             stream=self.stream,
             shapes=directory / "shapes.json",
         )
@@ -266,3 +270,17 @@ def test_eager_capture_makes_the_common_graphs_before_the_first_step(tiny: Path)
 def test_an_attention_backend_that_cannot_run_is_refused(tiny: Path) -> None:
     with pytest.raises(ModelError, match="fa3"):
         StaticDriver(tiny, attention="fa3")
+
+
+def test_the_largest_step_runs_before_there_is_a_cache(tiny: Path) -> None:
+    """Its rows are as long as a sequence may be; what it computes is nobody's."""
+    config = read_config(tiny)
+    model = load_model(tiny, config, read_task(tiny, config, "generate"), DEVICE, torch.float32)
+    facts = StaticDriver(tiny).facts
+    attention = paged_backends(config, torch.float32, DEVICE, "auto")
+    sizes = {"max_num_batched_tokens": 20, "max_model_len": 12}
+    seen = []
+    model.logits = lambda hidden: seen.append(hidden) or hidden
+    run_largest_step(model, replace(facts, **sizes), KVShape.of(config, torch.float32), attention, DEVICE)
+    assert seen[0].shape == (facts.max_num_seqs, config.hidden_size)
+    assert seen[0].isfinite().all()

@@ -1,0 +1,89 @@
+"""A language model made ready on a GPU: how much memory its largest step takes, and a cache that fills the rest."""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from ipc.types import ModelFacts
+from rose.attention.paged import PagedBackend, PagedKV, PagedRows
+from rose.config import RankConfig
+from rose.cuda_decoder import CudaDecoder, paged_backends
+from rose.decoder import LanguageModel
+from rose.kv_cache import BLOCK_SIZE, KVShape, allocate, cuda_budget_bytes, num_blocks_for
+from rose.layers.kernel_layers import use_kernels
+from rose.models.config import ModelConfig
+from rose.static_decoder import DecodeBatch
+
+GRAPH_BYTES = 1 << 30  # left for captured graphs, whose memory is their own
+
+
+def load_cuda_decoder(
+    model: nn.Module,
+    model_config: ModelConfig,
+    facts: ModelFacts,
+    config: RankConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokenizer: Path,
+    shapes: Path | None,
+) -> tuple[CudaDecoder, ModelFacts]:
+    """The decoder, and `facts` with the number of blocks that there is room for.
+
+    `model` has its weights, in `dtype` on `device`. Raises ModelError, torch.OutOfMemoryError.
+    """
+    use_kernels(model)
+    shape = KVShape.of(model_config, dtype)
+    budget = config.kv_cache_bytes
+    if budget is None:
+        attention = paged_backends(model_config, dtype, device, config.attention)
+        run_largest_step(cast(LanguageModel, model), facts, shape, attention, device)
+        budget = max(0, cuda_budget_bytes(config.memory_fraction, device) - GRAPH_BYTES)
+    num_blocks = num_blocks_for(
+        shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len
+    )  # fmt: skip
+    facts = replace(facts, num_blocks=num_blocks)
+    decoder = CudaDecoder(
+        model,
+        allocate(shape, num_blocks, device),
+        model_config,
+        facts,
+        config,
+        device=device,
+        tokenizer=tokenizer,
+        shapes=shapes,
+    )
+    return decoder, facts
+
+
+@torch.inference_mode()
+def run_largest_step(
+    model: LanguageModel, facts: ModelFacts, shape: KVShape, attention: PagedBackend, device: torch.device
+) -> None:
+    """A prefill of as many tokens as a step may have, and the logits of as many rows; all over one block of cache."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    num_tokens = facts.max_num_batched_tokens
+    longest = min(num_tokens, facts.max_model_len)
+    num_rows = -(-num_tokens // longest)
+    offsets = (torch.arange(num_rows + 1, dtype=torch.int32, device=device) * longest).clamp_(max=num_tokens)
+    rows = PagedRows(
+        cu_seqlens_q=offsets,
+        kv_lengths=offsets.diff(),
+        block_table=zeros(num_rows, -(-longest // BLOCK_SIZE)),
+        slot_mapping=zeros(num_tokens),
+        max_q_len=longest,
+        max_kv_len=longest,
+    )
+    size = (1, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    cache = PagedKV(*(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)))
+    attend = attention.paged(rows, [cache] * shape.num_layers)
+    hidden = cast(nn.Module, model)(DecodeBatch(zeros(num_tokens), zeros(num_tokens)), attend)
+    logits = model.logits(hidden[: facts.max_num_seqs])
+    del hidden
+    logits.clone()  # sampling's, where log probabilities need the logits as they were
