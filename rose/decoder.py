@@ -123,7 +123,7 @@ class Decoder:
             torch.where(asks, slots, PADDING),
             positions,
             positions - residents.slots.num_prompt[slots],
-            needs=residents.sampler.needs(rows.slots.tolist()),
+            needs=residents.sampler.needs(rows.slots[rows.samples].tolist()),
             bitmask=None if masks is None else residents.tensor(masks),
         )
         if masks is not None:

@@ -77,6 +77,19 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
         context.destroy(linger=0)
 
 
+class _Refused:
+    """The result of a step that was not launched."""
+
+    def __init__(self, error: OutOfMemory) -> None:
+        self.error = error
+
+    def ready(self) -> bool:
+        raise self.error
+
+    def fileno(self) -> int:
+        return -1
+
+
 class _Epoch:
     """The loop within one epoch."""
 
@@ -146,7 +159,7 @@ class _Epoch:
         try:
             lazy = self.runner.step(plan, self.link.ring.slot(plan.slot))
         except OutOfMemory as error:
-            self.fail_small(plan, error)
+            self.pending.append((plan, _Refused(error), started))  # told in its turn
         except Exception as error:  # noqa: BLE001 - process loop: any other fault ends the process
             self.die(plan, error)
         else:

@@ -73,7 +73,7 @@ class Driver:
         ids: list[int] = []
         for line, seq in enumerate(release):
             arrays["releases"][line] = seq.slot, seq.generation
-            self.free_slots.append(seq.slot)
+            self.free_slots.insert(0, seq.slot)
         self._write_admissions(arrays, admit, ids)
         blocks: list[tuple[int, int, int]] = [
             (seq.slot, i, block) for seq in admit for i, block in enumerate(seq.blocks)
