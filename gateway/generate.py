@@ -7,16 +7,14 @@ import time
 from aiohttp import web
 
 from gateway.call import INLINE_CHARS, Call
-from gateway.dialects.registry import Dialect
+from gateway.dialects.registry import Dialect, Events
 from gateway.errors import GatewayError, InvalidRequest
+from gateway.generate_choices import INLINE_ENTRIES, Choices
 from gateway.generate_job import Generation, Keeping
 from gateway.generate_prompt import Prompt, choice_inputs, encode_prompts, prompt_name
-from gateway.generate_text import ChoiceText
 from gateway.limits import check_chars, check_choices, check_items, check_tokens
 from gateway.stream import KEEP_ALIVE, EventStream, every
-from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, Usage
-
-INLINE_PIECES = 1000  # about 1 ms
+from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, num_entries
 
 
 async def generate(request: web.Request, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
@@ -95,71 +93,6 @@ def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:
     return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline, keeping)
 
 
-class Choices:
-    """All choices of one request, from tokens to pieces of text."""
-
-    def __init__(self, call: Call, task: GenerateTask, prompts: list[Prompt], generation: Generation) -> None:
-        self._call = call
-        self._task = task
-        self._prompts = prompts
-        self._generation = generation
-        self._texts = [self._text(i) for i in range(task.num_choices)]
-        self._open = set(range(task.num_choices))
-        self._metrics = call.gateway.metrics
-        self._started_at = time.perf_counter()
-        self._told_at: dict[int, float] = {}
-
-    @property
-    def done(self) -> bool:
-        return not self._open
-
-    async def next(self) -> list[Piece]:
-        """Waits for news, and gives what the client gets to see of it, at most one piece a choice."""
-        pieces = []
-        for index, news in (await self._generation.news()).items():
-            if news.restarted:
-                self._texts[index] = self._text(index)
-            for delta in news.deltas:
-                if index not in self._open:
-                    break  # its stop string came in the delta before
-                if delta.tokens:
-                    self._observe(index, len(delta.tokens))
-                if delta.timings is not None:
-                    self._call.timings = delta.timings
-                piece = self._texts[index].add(delta)
-                if piece is None:
-                    continue
-                if piece.finish_reason is not None:
-                    self._open.discard(index)
-                    self._generation.end(index)
-                    self._metrics.count_generation(piece.finish_reason)
-                pieces.append(piece)
-        return pieces
-
-    def usage(self) -> Usage:
-        """Prompts count once, however many choices they have."""
-        return Usage(
-            num_prompt_tokens=sum(len(prompt.input_ids) for prompt in self._prompts),
-            num_tokens=sum(text.num_tokens for text in self._texts),
-            num_cached_tokens=sum(text.num_cached_tokens for text in self._texts[:: self._task.n]),
-        )
-
-    def _text(self, index: int) -> ChoiceText:
-        prompt = self._prompts[index // self._task.n]
-        assert self._call.model.generator is not None, "check_model has seen it"
-        return ChoiceText(index, self._task, self._call.model.generator.token_bytes, prompt)
-
-    def _observe(self, index: int, num_tokens: int) -> None:
-        now = time.perf_counter()
-        before = self._told_at.get(index)
-        self._told_at[index] = now
-        self._metrics.generated_tokens += num_tokens
-        if before is None:
-            self._metrics.first_token_seconds.observe(now - self._started_at)
-        else:
-            self._metrics.inter_token_seconds.observe((now - before) / num_tokens)
-
-
 def _head() -> Head:
     return Head(secrets.token_hex(12), int(time.time()))
 
@@ -176,10 +109,17 @@ async def _collect(choices: Choices) -> list[list[Piece]]:
 
 async def _render(call: Call, task: GenerateTask, dialect: Dialect, outcome: GenerateOutcome) -> bytes:
     """The answer's body, made on the pool if it is large."""
-    num_pieces = sum(map(len, outcome.choices)) * (1 + (task.sampling.logprobs or 0))
-    if num_pieces <= INLINE_PIECES:
+    pieces = [piece for choice in outcome.choices for piece in choice]
+    if num_entries(pieces) <= INLINE_ENTRIES:
         return dialect.render(task, outcome)
     return await asyncio.get_running_loop().run_in_executor(call.gateway.pool, dialect.render, task, outcome)
+
+
+async def _events(call: Call, events: Events, pieces: list[Piece]) -> bytes:
+    """The same for a part of a stream."""
+    if num_entries(pieces) <= INLINE_ENTRIES:
+        return events.pieces(pieces)
+    return await asyncio.get_running_loop().run_in_executor(call.gateway.pool, events.pieces, pieces)
 
 
 async def _stream(
@@ -194,7 +134,7 @@ async def _stream(
             pieces = await choices.next()
             if pieces:
                 generation.streamed.update(piece.choice for piece in pieces)
-                await stream.send(events.pieces(pieces))
+                await stream.send(await _events(call, events, pieces))
             elif stream.quiet_s() >= quiet_s / 2:
                 await stream.send(KEEP_ALIVE)
     if task.include_usage:

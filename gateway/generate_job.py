@@ -94,6 +94,11 @@ class Generation:
             self._num_kept = 0
         return news
 
+    def will_restart(self, index: int) -> bool:
+        """Whether the next news of the choice is that it began anew: what was taken before is void."""
+        news = self._news.get(index)
+        return news is not None and news.restarted
+
     def wake(self) -> None:
         """Ends the waiting for news, though there may be none."""
         self._changed.set()

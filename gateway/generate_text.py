@@ -38,6 +38,13 @@ class ChoiceText:
         self._drop = task.echo and task.max_tokens == 0  # one is generated all the same, for the prompt's logprobs
         self._begun = False
 
+    def num_entries(self, delta: TokenDelta) -> int:
+        """How much work `add` will be: tokens, and logprobs to be put into words."""
+        num_tokens = len(delta.tokens)
+        if self._echo is not None:
+            num_tokens += self._echo.num_tokens
+        return num_tokens * (1 + (self._task.sampling.logprobs or 0))
+
     def add(self, delta: TokenDelta) -> Piece | None:
         """What the client gets to see of these tokens; None if that is nothing yet."""
         piece = Piece(self._choice)
@@ -114,6 +121,10 @@ class _Echo:
         self._tokens = tokens
         self._logprobs: list[float] | None = None if task.sampling.prompt_logprobs is None else []
         self._top: list[Top] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._ids)
 
     def add(self, delta: TokenDelta) -> None:
         if self._logprobs is not None:

@@ -189,6 +189,11 @@ class Piece(Struct):
     first: bool = False
 
 
+def num_entries(pieces: list[Piece]) -> int:
+    """How much there is to render: pieces, tokens with logprobs, and the likeliest tokens beside them."""
+    return sum(1 + sum(1 + len(token.top) for token in piece.tokens) for piece in pieces)
+
+
 class Usage(Struct, frozen=True):
     num_prompt_tokens: int
     num_tokens: int

@@ -242,3 +242,17 @@ async def test_special_tokens_are_shown_on_request(chat_stack: Stack) -> None:
     assert (await complete(chat_stack))[1]["choices"][0]["text"] == "ab"
     _, body = await complete(chat_stack, skip_special_tokens=False)
     assert body["choices"][0]["text"] == "a<|im_start|>b"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_prompts_logprobs(chat_stack: Stack, stream: bool) -> None:
+    """Made ready away from the loop, and right all the same."""
+    prompt = ids("hello wor") * 300
+    fields: dict[str, Any] = {"max_tokens": 2, "echo": True, "logprobs": 2}
+    if stream:
+        found = [event["choices"][0] for event in await events(chat_stack, prompt=prompt, **fields)]
+    else:
+        found = (await complete(chat_stack, prompt, **fields))[1]["choices"]
+    logprobs = [value for choice in found for value in choice["logprobs"]["token_logprobs"]]
+    assert logprobs == [None, *(logprob(token) for token in (prompt + prompt[:2])[1:])]
+    assert "".join(choice["text"] for choice in found) == "hello wor" * 300 + "hello w"
