@@ -54,8 +54,10 @@ def _replica_row(replica: str, listed: str, status: Status | None) -> Row:
     facts = status.facts
     model = "-"
     if facts is not None:
-        model = f"{facts.architecture}, {facts.task}, {facts.dimension} × {facts.dtype}, {facts.max_model_len} tokens"
-        model += f", {facts.device}"
+        gives = f"{facts.dimension} × {facts.dtype}"
+        if facts.task == "generate":
+            gives = f"{facts.dtype}, {facts.num_blocks} blocks of {facts.block_size} tokens"
+        model = f"{facts.architecture}, {facts.task}, {gives}, {facts.max_model_len} tokens, {facts.device}"
     return (replica, state, str(status.num_requests), str(status.num_tokens), age, model)
 
 

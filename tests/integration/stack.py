@@ -46,6 +46,7 @@ class Stack:
         replicas: int = 1,
         scheduler: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
+        rank: dict[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.directories, self.fake_rank = run_dir, directories, fake_rank
         self.port = free_port()
@@ -53,7 +54,7 @@ class Stack:
         raw = {
             "gateway": {"port": self.port, "num_gateways": num_gateways, **(gateway or {})},
             "scheduler": scheduler or {},
-            "rank": {"device": "cpu", "num_threads": 1},
+            "rank": {"device": "cpu", "num_threads": 1, **(rank or {})},
             "models": [
                 {"name": name, "source": str(directory), "replicas": replicas}
                 for name, directory in directories.items()

@@ -91,3 +91,19 @@ def test_the_greeting_fits_each_models_task(config: ServiceConfig, monkeypatch: 
     requests = [(line.split("/v1/")[1].split()[0], line) for line in text.splitlines() if "/v1/" in line]
     assert [path for path, _ in requests] == ["embeddings", "rerank", "rerank", "models"]
     assert text.count('"model": "n"') == 1
+
+
+def test_a_language_model(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def language_model(run_dir: Path, replica: str) -> Status:
+        facts = ModelFacts(name="x", task="generate", num_blocks=64, **FACTS)
+        return Status(incarnation=1, state="ready", facts=facts)
+
+    monkeypatch.setattr(greeting, "replica_status", language_model)
+    monkeypatch.setattr(status, "replica_status", language_model)
+    monkeypatch.setattr(status, "http_ready", lambda host, port: (True, ""))
+    said: list[str] = []
+    status.print_status(RunConfig(config, {}), said.append)
+    assert "BertModel, generate, float32, 64 blocks of 16 tokens, 256 tokens, cpu" in said[0]
+    text = greeting.greeting(config)
+    assert text.count("curl -sN http://127.0.0.1:1/v1/chat/completions") == 2
+    assert "/v1/embeddings" not in text
