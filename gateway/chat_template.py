@@ -21,6 +21,7 @@ from gateway.tokenize import TextTokenizer
 MAX_PROMPT_CHARS = 16 * 1024 * 1024
 MAX_RENDER_SECONDS = 2.0
 _OURS = ("messages", "tools", "add_generation_prompt")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # A character that Unicode keeps for use inside a program: it stands within spelled special tokens of messages.
 _MARK = "\ufdd0"
 
@@ -151,8 +152,11 @@ def prompt_ids(tokenizer: TextTokenizer, segments: Sequence[Segment]) -> list[in
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: nothing that is null, and a call's arguments as an object, not as its JSON."""
+    """A message as templates expect it: nothing that is null, thoughts under each of their names, and a call's
+    arguments as an object, not as its JSON."""
     result = {name: value for name, value in message.items() if value is not None}
+    if thoughts := [result[name] for name in _THOUGHTS if name in result]:
+        result = {"thinking": thoughts[0], **result, "reasoning_content": thoughts[0]}
     if isinstance(calls := result.get("tool_calls"), list):
         result["tool_calls"] = [_call_for_template(call) for call in calls]
     return result

@@ -48,9 +48,12 @@ class ArgumentsDelta(Struct, frozen=True):
 Event = Content | CallStart | ArgumentsDelta
 
 
+_OTHERS = ("<function=", "<arg_key>")  # what Qwen3-Coder and GLM put between the same tags
+
+
 def detect_format(template: str) -> ToolFormat | None:
     """The format that a chat template's source teaches, None for none that is known here."""
-    if "<tool_call>" in template and "<function=" not in template:  # which would be Qwen3-Coder's XML
+    if "<tool_call>" in template and not any(tag in template for tag in _OTHERS):
         return HERMES
     if '"parameters"' in template and ("python_tag" in template or "ipython" in template):
         return LLAMA

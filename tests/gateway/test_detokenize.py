@@ -86,7 +86,7 @@ def test_pieces_add_up_to_the_whole_text(data: st.DataObject, name: str, skip: b
         assert text == whole
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=30), st.sampled_from(["byte-level BPE", "byte fallback"]))
 def test_any_text_comes_through_and_no_character_comes_in_halves(text: str, name: str) -> None:
     ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids

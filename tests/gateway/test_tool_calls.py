@@ -179,6 +179,7 @@ def test_ids_differ() -> None:
         ('{% if tools %}Answer with <tool_call>\\n{"name": …}\\n</tool_call>{% endif %}', HERMES),
         ('{% if tools %}Respond as {"name": …, "parameters": …}{% endif %}<|python_tag|>', LLAMA),
         ("{% if tools %}<tool_call><function=name><parameter=a>1</parameter>{% endif %}", None),
+        ("{% if tools %}<tool_call>name<arg_key>a</arg_key>{% endif %}", None),
         ("{{ messages[0].content }}", None),
     ],
 )
