@@ -1,4 +1,5 @@
-"""`make demo`: a client of a running stack. Embeds 1,000 passages, answers ten questions by nearest vector, reranks.
+"""`make demo`: a client of a running stack. Embeds 1,000 passages, answers ten questions by nearest vector, reranks,
+and lets a language model put one answer into words.
 
 It knows the HTTP interface and nothing of the processes behind it. Exits with 1 when an expected passage is missed.
 """
@@ -11,6 +12,7 @@ import json
 import sys
 import textwrap
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tqdm import tqdm
 
 DATA = Path(__file__).parent / "demo_data"
 DEFAULT_MODEL = "all-minilm-l6-v2"
+DEFAULT_CHAT_MODEL = "smollm2-135m-instruct"
+MAX_ANSWER_TOKENS = 48
 NUM_CANDIDATES = 10  # nearest passages given to the reranker
 NUM_SHOWN = 3
 NUM_LATENCY_ROUNDS = 3  # each query is timed this often
@@ -62,6 +66,22 @@ class Stack:
         answer = await self.call("POST", "/v1/rerank", body)
         return [(row["index"], row["relevance_score"]) for row in answer["results"]]
 
+    async def chat(self, model: str, prompt: str) -> AsyncIterator[str]:
+        """The answer's text, piece by piece as it comes."""
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True}
+        body |= {"max_tokens": MAX_ANSWER_TOKENS, "temperature": 0}
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise DemoError(f"chat answered {response.status}: {_error_message(await response.text())}")
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise DemoError(f"chat broke off: {event['error']['message']}")
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+
 
 def _error_message(text: str) -> str:
     try:
@@ -94,9 +114,36 @@ def check_vectors(vectors: np.ndarray, num_expected: int) -> None:
         raise DemoError(f"vectors are not normalised: norms from {norms.min():.4f} to {norms.max():.4f}, 1 expected")
 
 
+async def put_into_words(
+    stack: Stack, model: str, rerank_model: str, vectors: np.ndarray, passages: list[dict[str, str]]
+) -> None:
+    """Prints the chat model's answer to the first question, from the passage that was found for it, as it comes."""
+    query = load_queries()[0]["query"]
+    candidates = nearest(vectors, (await stack.embed(model, [query]))[0], NUM_CANDIDATES)
+    ranked = await stack.rerank(rerank_model, query, [passages[i]["text"] for i in candidates])
+    passage = passages[candidates[ranked[0][0]]]["text"]
+    prompt = f"{passage}\n\nAnswer in one short sentence, from the text above: {query}"
+    print(f"\n{DEFAULT_CHAT_MODEL} reads the passage and is asked: {query}\n  ", end="", flush=True)
+    began, times, text = time.perf_counter(), [], ""
+    async for piece in stack.chat(DEFAULT_CHAT_MODEL, prompt):
+        if piece:
+            times.append(time.perf_counter())
+            text += piece
+            print(piece.replace("\n", " "), end="", flush=True)
+    if not text.strip():
+        raise DemoError(f"{DEFAULT_CHAT_MODEL} answered nothing")
+    first_ms = (times[0] - began) * 1000
+    pace = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
+    print(f"\n  first token after {first_ms:.0f} ms{pace}")
+
+
+async def served_models(stack: Stack) -> list[str]:
+    return [row["id"] for row in (await stack.call("GET", "/v1/models"))["data"]]
+
+
 async def choose_model(stack: Stack, wanted: str | None) -> str:
     """The model to ask: the one named, or the default one where it is served, or the first."""
-    served: list[str] = [row["id"] for row in (await stack.call("GET", "/v1/models"))["data"]]
+    served = await served_models(stack)
     if wanted is None and served:
         return DEFAULT_MODEL if DEFAULT_MODEL in served else served[0]
     if wanted is not None and wanted in served:
@@ -161,6 +208,8 @@ async def demo(args: argparse.Namespace) -> int:
         vectors, seconds = await embed_passages(stack, model, texts, args.batch, args.concurrency)
         check_vectors(vectors, len(texts))
         misses, times_ms = await answer_queries(stack, (model, rerank_model), passages, vectors)
+        if DEFAULT_CHAT_MODEL in await served_models(stack):
+            await put_into_words(stack, model, rerank_model, vectors, passages)
     print(
         f"\n{len(texts)} passages with {model} (dimension {vectors.shape[1]}, normalised) in {seconds:.1f} s: "
         f"{len(texts) / seconds:.1f} passages/s"

@@ -49,12 +49,16 @@ def vector_of(text: str) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
-def make_app() -> web.Application:
+def make_app(chat_pieces: tuple[str, ...] | None = None) -> web.Application:
+    """With a chat model that says `chat_pieces`, if there are any."""
+    served = ["other", MODEL, *([demo.DEFAULT_CHAT_MODEL] if chat_pieces is not None else [])]
+    chat_pieces = chat_pieces or ()
+
     async def ready(_: web.Request) -> web.Response:
         return web.json_response({"status": "ready"})
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "other"}, {"id": MODEL}]})
+        return web.json_response({"data": [{"id": name} for name in served]})
 
     async def embeddings(request: web.Request) -> web.Response:
         body = await request.json()
@@ -70,7 +74,19 @@ def make_app() -> web.Application:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body["top_n"]]
         return web.json_response({"results": [{"index": i, "relevance_score": scores[i]} for i in order]})
 
+    async def chat(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["model"] == demo.DEFAULT_CHAT_MODEL
+        assert load_passages()[5]["text"] in body["messages"][0]["content"]  # the one that was found
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for text in chat_pieces:
+            await response.write(f'data: {{"choices": [{{"delta": {{"content": "{text}"}}}}]}}\n\n'.encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
     app = web.Application(client_max_size=1 << 24)
+    app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/health/ready", ready)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/embeddings", embeddings)
@@ -103,6 +119,15 @@ def test_demo_succeeds_when_every_passage_is_found(
     assert "expected passage in the top 3: 2 of 2" in output
     assert "passages/s" in output
     assert f"1000 passages with {MODEL} (dimension 512, normalised)" in output
+
+
+def test_the_chat_model_answers_as_it_goes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use_queries(monkeypatch, expected_of=9)
+    assert asyncio.run(run_demo(make_app(("Mala", "yalam", ".")))) == 0
+    output = capsys.readouterr().out
+    assert "  Malayalam.\n  first token after" in output
+    with pytest.raises(DemoError, match="answered nothing"):
+        asyncio.run(run_demo(make_app(())))
 
 
 def test_demo_fails_when_a_passage_is_missed(
