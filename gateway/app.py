@@ -25,6 +25,7 @@ from ipc.addresses import replicas_file
 from ipc.types import new_incarnation
 
 Log = Callable[..., None]
+LAST_WORDS_S = 0.5  # of the drain timeout, for telling clients that their answers will not come
 FIRST_STATUS_S = 2.0  # a gateway that starts beside running ones listens only when it knows its replicas
 
 
@@ -50,7 +51,12 @@ async def serve(
             app[GATEWAY].draining = True
             await server.drain()
         finally:
+            drain_s = config.drain_timeout_ms / 1000
+            timer = asyncio.get_running_loop().call_later(
+                max(drain_s - LAST_WORDS_S, drain_s / 2), app[GATEWAY].client.give_up
+            )
             await server.close()
+            timer.cancel()
         log("stopped")
         if not watching.cancelled():
             watching.result()  # its error ends the process, which is started anew

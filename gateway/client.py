@@ -153,6 +153,13 @@ class SchedulerClient:
         except TimeoutError:
             return
 
+    def give_up(self) -> None:
+        """Fails whatever is in flight or waits, so that its clients are told before the process ends."""
+        text = "this gateway is stopping and could not finish this; ask again"
+        waiting = [chunk for model in self._models.values() for chunk in model.waiting]
+        for chunk in [*waiting, *(chunk for link in self._by_link for chunk in link.in_flight.values())]:
+            chunk.job.failed(NotReady(text, code="draining", retry_after_ms=RETRY_AFTER_MS))
+
     def close(self) -> None:
         """Ends all links; whatever is in flight or waits fails."""
         self._closing = True

@@ -29,10 +29,11 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
         metrics = gateway.metrics
         start = time.perf_counter()
         metrics.in_flight += 1
+        told: GatewayError | None = None
         try:
             response = await handler(request)
         except GatewayError as error:
-            response = await _tell(request, error)
+            told, response = error, await _tell(request, error)
         except web.HTTPException as error:  # aiohttp's own, for targets that are no path
             kind = UnknownRoute if error.status == 404 else InvalidRequest
             response = error_response(kind(f"cannot serve this request: {error.reason}"))
@@ -40,13 +41,15 @@ def request_middleware(log: Callable[..., None]) -> Middleware:
             raise  # the client is gone, nobody to tell
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this request only
             log("request_failed", level="error", route=_route(request), error=type(error).__name__, where=_where(error))
-            response = await _tell(request, InternalError("the server made an error; it has been logged"))
+            told = InternalError("the server made an error; it has been logged")
+            response = await _tell(request, told)
         finally:
             metrics.in_flight -= 1
         response.headers.update(request_id(request))
         if gateway.draining:
             response.force_close()
-        metrics.count_request(_route(request), response.status, time.perf_counter() - start)
+        status = response.status if told is None else kind_of(told).status  # a stream's is 200 even if it fails later
+        metrics.count_request(_route(request), status, time.perf_counter() - start)
         return response
 
     return middleware

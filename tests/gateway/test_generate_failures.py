@@ -209,6 +209,8 @@ async def test_a_deadline_after_it_is_an_error_event(chat_stack: Stack) -> None:
         found = parts(await response.text())
     assert found[-1]["error"]["code"] == "deadline_exceeded"
     assert len(found) > 3
+    async with chat_stack.http.get("/metrics") as response:
+        assert 'route="/v1/completions",status="504"} 1' in await response.text()
     await until(lambda: [abort.reason for abort in scheduler.aborts] == ["deadline"])
 
 
@@ -310,3 +312,16 @@ async def test_metrics(chat_stack: Stack) -> None:
         text = await response.text()
     for reason in ("stop", "length"):
         assert f'bouquet_generations_total{{process="gateway/0",finish_reason="{reason}"}} 1' in text
+
+
+async def test_a_gateway_that_stops_tells_its_streams(make_stack: MakeStack, chat_dir: Path) -> None:
+    stack = await make_stack({"chat": (chat_dir, chat_facts())}, drain_timeout_ms=400)
+    scheduler = stack.schedulers["chat/0"]
+    scheduler.generations.step_s = 0.01
+    async with await _post(stack, REQUEST | {"stream": True, "max_tokens": 2000}) as response:
+        stack.stop.set()
+        found = parts(await response.text())
+    assert len(found) > 5  # it went on for a while
+    assert found[-1]["error"]["code"] == "draining"
+    await asyncio.wait_for(stack.task, 5)
+    assert scheduler.aborts

@@ -204,12 +204,15 @@ async def test_drain_ends_at_its_timeout(make_stack: MakeStack) -> None:
     stack = await make_stack(drain_timeout_ms=200)
     scheduler = stack.schedulers["tiny/0"]
     scheduler.hold = True
-    _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     writer.write(HEAD % len(BODY) + BODY)
     await until(lambda: bool(scheduler.held))
     stack.stop.set()
     await asyncio.wait_for(stack.task, 5)
     await until(lambda: bool(scheduler.aborts))  # nobody works for a gateway that has left
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"code":"draining"' in answer
     writer.close()
 
 
