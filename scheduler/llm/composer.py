@@ -33,6 +33,7 @@ class Composer:
         self._memory = Memory(roster.residents, roster.pool, roster.figures, facts.max_num_seqs, config.bulk_share)
         self._sharing = Sharing(config.bulk_share, config.bulk_wait_ms)
         self._draft_length = draft_length
+        self._turn = 0
 
     def compose(self, tables: Tables, num_seqs: int, num_tokens: int, now: float) -> None:
         """A step of everybody's rows, `num_seqs` and `num_tokens` at most."""
@@ -77,8 +78,8 @@ class Composer:
     def _add_decodes(self, tables: Tables, chosen: Ints, num_seqs: int, num_tokens: int, alone: bool = False) -> None:
         lanes, k, size = self._lanes, tables.draft_length, self._residents.block_size
         num_rows = max(min(num_seqs, num_tokens // (1 + k)), 0)
-        if len(chosen) > num_rows:  # those that have waited longest, in order
-            chosen = chosen[np.sort(np.argsort(lanes.stepped[chosen], kind="stable")[:num_rows])]
+        if len(chosen) > num_rows:
+            chosen = self._longest_waiting(chosen, num_rows)
         if not len(chosen):
             return
         known, limit = lanes.known[chosen], lanes.limit[chosen]
@@ -90,6 +91,13 @@ class Composer:
             granted = self._reserve(tables, chosen, missing, alone)
             chosen, drafts, bounds = chosen[granted], drafts[granted], bounds[granted]
         tables.add_decodes(chosen, drafts, bounds, lanes)
+
+    def _longest_waiting(self, candidates: Ints, num_rows: int) -> Ints:
+        """In their order. Among those that have waited equally long, everybody gets a turn."""
+        turns = np.roll(np.arange(len(candidates)), -(self._turn % len(candidates)))
+        self._turn += num_rows
+        waited = np.argsort(self._lanes.stepped[candidates[turns]], kind="stable")
+        return candidates[np.sort(turns[waited[:num_rows]])]
 
     def _reserve(self, tables: Tables, chosen: Ints, missing: Ints, alone: bool) -> Flags:
         """Blocks for these decode rows; returns which of them may go."""

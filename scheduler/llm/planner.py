@@ -267,7 +267,6 @@ class GeneratePlanner:
         replies = []
         for sequence in flying:
             request = sequence.request
-            request.count_death()
             if sequence is not trial:
                 self._quarantine.suspect(request, 0, now)
             elif self._quarantine.strike(request, 0, now) >= MAX_STRIKES:
@@ -275,6 +274,7 @@ class GeneratePlanner:
                 self._stats.num_quarantined += 1
                 replies.append(self.roster.reject(sequence, "quarantined", refusal_message(0), 0))
                 continue
+            request.count_death()
             if request.attempt > MAX_ATTEMPTS:
                 message = f"the ranks died in {request.attempt - 1} attempts"
                 replies.append(self.roster.reject(sequence, "lost", message, None, RETRY_AFTER_MS))

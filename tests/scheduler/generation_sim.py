@@ -69,6 +69,8 @@ class Client:
         if BAD_TOKEN in self.prompt:
             assert self.end not in ("stop", "length")
             return
+        if not self.tokens and self.end not in ("stop", "length"):
+            return
         tokens, end = reference(self.prompt, self.params, self.facts)
         assert self.tokens == tokens[: len(self.tokens)]
         if self.params.seed == POISON_SEED:

@@ -3,8 +3,14 @@
 import asyncio
 from collections.abc import Iterator
 
+import pytest
+
+from ipc.step_ring import Arrays
 from ipc.submit import Rejected
 from ipc.types import SamplingParams
+from scheduler.llm.answers import check_answer
+from scheduler.llm.residents import Residents
+from scheduler.llm.tables import Step
 from tests.fakes.rank import fake_facts
 from tests.fakes.stateful_rank import reference
 from tests.scheduler.stack import HandGateway, Stack, stack
@@ -98,6 +104,26 @@ async def test_a_prompt_that_ends_ranks_is_quarantined_and_its_neighbours_go_on(
         assert await gateway.generate(10, [7, DIE, 7], again) == ([], "quarantined")
         assert made.schedulers[0].stats.num_deaths == 3
         assert gateway.quarantines
+
+
+async def test_ranks_that_have_diverged_are_ended_and_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, broken = check_answer, [5]
+
+    def check(step: Step, arrays: Arrays, residents: Residents) -> None:
+        if step.step in broken and step.num_rows:
+            arrays["lengths"][0] += 1
+            broken.clear()
+        real(step, arrays, residents)
+
+    monkeypatch.setattr("scheduler.llm.planner.check_answer", check)
+    async with stack() as made:
+        made.supervised_rank(facts=FACTS)
+        gateway = await ready(made)
+        params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
+        assert await gateway.generate(1, [1, 2], params) == reference([1, 2], params, MODEL)
+        (ended,) = made.logged("epoch_ends")
+        assert "its slot holds" in str(ended["reason"])
+        assert made.schedulers[0].stats.num_deaths == 1
 
 
 async def test_what_cannot_run_is_refused_in_words() -> None:
