@@ -42,8 +42,8 @@ COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True)
 
 
 class CudaDecoder:
-    """`tokenizer` is the model's tokenizer.json; `stream` is the device's; `shapes` is where the list of captured shapes
-    is kept, if anywhere.
+    """`tokenizer` is the model's tokenizer.json; `stream` is the device's; `shapes` is where the list of captured
+    shapes is kept, if anywhere.
 
     Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
     """
@@ -64,14 +64,14 @@ class CudaDecoder:
         use_kernels(model)
         language_model = cast(LanguageModel, model)
         self._facts, self._caches, self._shapes = facts, caches, shapes
-        self._residents = Residents(facts, device, tokenizer)
+        self.residents = Residents(facts, device, tokenizer)
         self._nobody = facts.max_num_seqs
-        self._buffers = DecodeBuffers(facts, self._residents.slots.block_table.shape[1], device)
+        self._buffers = DecodeBuffers(facts, self.residents.slots.block_table.shape[1], device)
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config.attention)
-        self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self._residents, facts)
-        self._static = StaticDecoder(language_model, self._residents, self._buffers)
+        self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self.residents, facts)
+        self._static = StaticDecoder(language_model, self.residents, self._buffers)
         self._failed_step = 0  # the newest that ran out of memory
         self._num_rows = self._num_padding = 0
         self.graphs = GraphManager(
@@ -92,7 +92,7 @@ class CudaDecoder:
         """Raises OutOfMemory: the tables hold, the rows did nothing."""
         kinds = arrays["rows"][: plan.num_seqs, GEN_KIND]
         if plan.last_applied < self._failed_step:
-            self._residents.apply_tables(plan, arrays)
+            self.residents.apply_tables(plan, arrays)
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
         launch = self._decode if plan.num_seqs and (kinds == KIND_DECODE).all() else self._launch_any
         try:
@@ -149,9 +149,9 @@ class CudaDecoder:
 
     def _decode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Decode rows only: one graph."""
-        self._residents.apply_tables(plan, arrays)
-        rows = read_rows(plan, arrays, self._facts, self._residents.host)
-        needs = self._residents.sampler.needs(rows.slots.tolist())
+        self.residents.apply_tables(plan, arrays)
+        rows = read_rows(plan, arrays, self._facts, self.residents.host)
+        needs = self.residents.sampler.needs(rows.slots.tolist())
         key = self.key(plan.num_seqs, needs)
         self._num_rows += plan.num_seqs
         self._num_padding += key.num_seqs - plan.num_seqs

@@ -1,0 +1,100 @@
+"""Generation on a real GPU: logits against float32, graphs against none, two steps in flight against one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.micro.random_decoders import GREEDY, Pass, Seated, llama_8b, random_model
+from ipc.types import SamplingParams
+from rose.attention.paged_reference import ReferencePagedBackend
+from rose.attention.paged_triton import TritonPagedBackend
+from rose.layers.kernel_layers import use_kernels
+from rose.models.config import ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = {
+    "8b": lambda: llama_8b(2),
+    "smol": lambda: llama_8b(
+        2, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+        vocab_size=49152, tie_word_embeddings=True,
+    ),
+    "qwen3": lambda: llama_8b(
+        2, model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16, vocab_size=8192
+    ),
+}  # fmt: skip
+DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=5, presence_penalty=0.2)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return CONFIGS[request.param]()
+
+
+def seated(config: ModelConfig, **settings: Any) -> Seated:
+    return Seated(config, random_model(config), num_seqs=12, context=300, room=200, **settings)
+
+
+def test_logits_are_close_to_float32(config: ModelConfig) -> None:
+    """Prompts whole and in chunks, then single tokens and five at a time behind them."""
+    model = random_model(config)
+    exact = random_model(config).float()
+    use_kernels(model)
+    torch.manual_seed(0)
+    ids = [torch.randint(0, config.vocab_size, (600,)) for _ in range(5)]
+    passes = (
+        Pass(config, model, TritonPagedBackend(), torch.bfloat16),
+        Pass(config, exact, ReferencePagedBackend(), torch.float32),
+    )
+    starts = [0] * 5
+    for lengths in ([37, 512, 1, 130, 16], [20, 1, 9, 1, 100], [1] * 5, [5] * 5, [1] * 5, [3] * 5):
+        rows = [x[s : s + n] for x, s, n in zip(ids, starts, lengths, strict=True)]
+        got, expected = (one.logits(rows, starts) for one in passes)
+        error = ((got - expected).norm() / expected.norm()).item()
+        assert error < 2e-2, f"{lengths}: {error}"
+        starts = [s + n for s, n in zip(starts, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_graphs_change_nothing(config: ModelConfig, params: SamplingParams) -> None:
+    """The same tokens without graphs, with them, and with two steps in flight; lengths differ and grow."""
+    found = []
+    lengths = [300, 1, 17, 299, 64, 65, 128, 2, 250, 33, 16, 15]
+    for settings, in_flight in (({"capture": "off"}, 1), ({}, 1), ({}, 2)):
+        bench = seated(config, params=params, **settings)
+        tokens = []
+        for num_rows in (1, 3, 8, 12):
+            bench.seat(lengths)
+            tokens.append(bench.tokens(num_rows, 20, in_flight=in_flight))
+        found.append(tokens)
+        if not settings:
+            assert bench.decoder.figures()["graph_captures_total"] == 4
+            assert bench.decoder.figures()["eager_steps_total"] == 4
+        bench.close()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_nothing_waits_on_the_launch_path() -> None:
+    """First sight, capture, replays; greedy and drawn."""
+    for params in (GREEDY, DRAWN):
+        bench = seated(llama_8b(2), params=params)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            bench.tokens(5, 12, in_flight=2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        bench.close()
+
+
+def test_log_probabilities_are_of_the_logits() -> None:
+    bench = seated(llama_8b(2), params=SamplingParams(temperature=0.0, logprobs=5))
+    for _ in range(3):
+        lazy, arrays = bench.launch(4)
+        while not lazy.ready():
+            pass
+        assert (arrays["top_ids"][:4, 0, 0] == arrays["tokens"][:4, 0]).all()
+        assert (arrays["logprobs"][:4, 0] == arrays["top_logprobs"][:4, 0, 0]).all()
+        assert (arrays["top_logprobs"][:4, 0, :5] <= 0).all()
+    bench.close()
