@@ -55,16 +55,18 @@ def check_step(plan: StepPlan, arrays: Arrays, facts: ModelFacts) -> NDArray[np.
     Their rows fail alone; whatever else is wrong with a step is a fault of the scheduler.
     """
     cu_seqlens = cast(Int32s, arrays["cu_seqlens"][: plan.num_seqs + 1])
-    input_ids = cast(Int32s, arrays["input_ids"][: plan.num_tokens])
+    input_ids = cast(Int32s, arrays["input_ids"][: plan.num_tokens]).view(np.uint32)  # negative ids wrap to large ones
     assert cu_seqlens[0] == 0, f"step {plan.step}: cu_seqlens must begin with 0"
     assert cu_seqlens[-1] == plan.num_tokens, f"step {plan.step}: cu_seqlens must end with {plan.num_tokens}"
-    lengths = np.diff(cu_seqlens)
-    assert lengths.min() > 0, f"step {plan.step} has an empty sequence: refuse it at the door"
-    assert lengths.max() <= facts.max_model_len, (
-        f"step {plan.step} has a sequence of {lengths.max()} tokens, over max_model_len: refuse it at the door"
+    shortest = longest = plan.num_tokens
+    if plan.num_seqs > 1:  # a query alone shall be quick
+        lengths = np.diff(cu_seqlens)
+        shortest, longest = lengths.min(), lengths.max()
+    assert shortest > 0, f"step {plan.step} has an empty sequence: refuse it at the door"
+    assert longest <= facts.max_model_len, (
+        f"step {plan.step} has a sequence of {longest} tokens, over max_model_len: refuse it at the door"
     )
-    outside = input_ids.view(np.uint32) >= facts.vocab_size  # negative ids wrap to large ones
-    return outside if outside.any() else None
+    return input_ids >= facts.vocab_size if input_ids.max() >= facts.vocab_size else None
 
 
 def step_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, max_parts: int) -> list[Rows]:

@@ -105,13 +105,12 @@ class CudaEncoder:
         self._num_tokens += num_tokens
         self._num_padding += key.num_tokens - num_tokens
         buffers, stream = self._buffers, self._stream
-        num_input_bytes, num_output_bytes = buffers.input_bytes(num_tokens), buffers.output_bytes(table)
-        stream.copy_in(buffers.inputs[:num_input_bytes], cast(Bytes, arrays["inputs"][:num_input_bytes]))
+        stream.copy_in(buffers.inputs, cast(Bytes, arrays["inputs"][: buffers.input_bytes(num_tokens)]))
         try:
             self.graphs.run(key, offsets[: key.num_seqs + 1].tolist())
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(str(error)) from error
-        stream.copy_out(buffers.outputs[:num_output_bytes], cast(Bytes, arrays["outputs"][:num_output_bytes]))
+        stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][: buffers.output_bytes(num_seqs)]))
         return stream.finish()
 
     @property

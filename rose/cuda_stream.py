@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rose.device import pin, unpin
+from rose.device import async_copies, pin, unpin
 from rose.lazy_tensor import CudaLazyTensor
 from rose.runner import LazyTensor
 
@@ -27,9 +27,11 @@ class Graph(Protocol):
 class StepStream(Protocol):
     """What an encoder on static buffers needs; implemented here for CUDA, and by tests for the host."""
 
-    def copy_in(self, target: Tensor, source: Bytes) -> None: ...
+    def copy_in(self, target: Tensor, source: Bytes) -> None:
+        """To the beginning of `target`, uint8."""
 
-    def copy_out(self, source: Tensor, target: Bytes) -> None: ...
+    def copy_out(self, source: Tensor, target: Bytes) -> None:
+        """From the beginning of `source`, uint8."""
 
     def attach(self, memory: Bytes | None) -> None: ...
 
@@ -54,6 +56,10 @@ class CudaStream:
         self._anchor = self.capture(anchored.zero_)  # a pool whose last graph has gone takes no other
         self._num_bytes = num_bytes
         self._num_steps = num_steps
+        self._copy = async_copies(self._stream.cuda_stream)
+        self._events = [
+            torch.cuda.Event() for _ in range(num_steps + 2)
+        ]  # one that is asked about is not recorded anew
         self._staging: list[tuple[Tensor, Tensor]] = []
         self._turn = 0
         self._landing: Callable[[], None] | None = None
@@ -68,23 +74,23 @@ class CudaStream:
             self._locked = memory
 
     def copy_in(self, target: Tensor, source: Bytes) -> None:
-        host = torch.from_numpy(source)
         if self._locked is None:
             staged = self._buffers()[0][: len(source)]
-            host = staged.copy_(host)
-        target.copy_(host, non_blocking=True)
+            staged.copy_(torch.from_numpy(source))
+            target[: len(source)].copy_(staged, non_blocking=True)
+            return
+        self._copy(target.data_ptr(), source.ctypes.data, len(source))
 
     def copy_out(self, source: Tensor, target: Bytes) -> None:
-        host = torch.from_numpy(target)
         if self._locked is not None:
-            host.copy_(source, non_blocking=True)
+            self._copy(target.ctypes.data, source.data_ptr(), len(target))
             return
         staged = self._buffers()[1][: len(target)]
-        staged.copy_(source, non_blocking=True)
-        self._landing = partial(_copy, host, staged)
+        staged.copy_(source[: len(target)], non_blocking=True)
+        self._landing = partial(_copy, torch.from_numpy(target), staged)
 
     def finish(self) -> CudaLazyTensor:
-        event = torch.cuda.Event()
+        event = self._events[self._turn % len(self._events)]
         event.record(self._stream)
         landing, self._landing = self._landing, None
         self._turn += 1

@@ -1,6 +1,8 @@
 """What differs between devices: their names, and page-locking."""
 
 import contextlib
+import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,6 +34,21 @@ def pin(memory: NDArray[np.uint8]) -> bool:
     with contextlib.suppress(RuntimeError):  # the driver reports its refusal once more, to the next launch
         torch.zeros(1, device="cuda")
     return False
+
+
+def async_copies(stream: int) -> Callable[[int, int, int], None]:
+    """`copy(target, source, num_bytes)` between addresses of page-locked and device memory, enqueued on a CUDA stream.
+
+    The driver's own call: torch's would cost the launching thread several times as much for views of both sides.
+    """
+    enqueue = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    enqueue.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+    def copy(target: int, source: int, num_bytes: int) -> None:
+        if error := enqueue(target, source, num_bytes, stream):
+            raise RuntimeError(f"CUDA error {error}: a copy of {num_bytes} bytes could not be enqueued")
+
+    return copy
 
 
 def unpin(memory: NDArray[np.uint8]) -> None:

@@ -4,12 +4,9 @@ One set serves all steps: they run one after the other on one stream, and so do 
 the slots of the ring.
 """
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ipc.step import ROW_OUTPUT_OFFSET
 from ipc.step_ring import ArrayField, encode_layout, field_offsets
 from ipc.types import ModelFacts
 from rose.graph_policy import padded_tokens
@@ -47,10 +44,9 @@ class StepBuffers:
         """How much of a slot's inputs a step of so many tokens uses."""
         return self._ids_at + 4 * num_tokens
 
-    def output_bytes(self, table: NDArray[np.int32]) -> int:
-        """How much of a slot's outputs the rows of `table` [N, 8] use, at most."""
-        used = self._values_at + int(table[:, ROW_OUTPUT_OFFSET].max()) + self._row_bytes
-        return min(used, len(self.outputs))
+    def output_bytes(self, num_seqs: int) -> int:
+        """How much of a slot's outputs so many rows use, at most: they follow each other without gaps."""
+        return self._values_at + num_seqs * self._row_bytes
 
 
 def _int32(region: Tensor, offset: int, field: ArrayField) -> Tensor:

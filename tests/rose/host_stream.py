@@ -34,11 +34,11 @@ class HostStream:
 
     def copy_in(self, target: Tensor, source: Bytes) -> None:
         self.num_copies[0] += 1
-        target.copy_(torch.from_numpy(source))
+        target[: len(source)].copy_(torch.from_numpy(source))
 
     def copy_out(self, source: Tensor, target: Bytes) -> None:
         self.num_copies[1] += 1
-        torch.from_numpy(target).copy_(source)
+        torch.from_numpy(target).copy_(source[: len(target)])
 
     def finish(self) -> Landed:
         return Landed()
