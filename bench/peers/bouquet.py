@@ -17,6 +17,10 @@ run_dir = "{run_dir}"
 port = {port}
 num_gateways = {num_gateways}
 max_request_tokens = 500000  # 100 x 4096 in one request
+spin_us = {spin_us}
+
+[scheduler]
+spin_us = {spin_us}
 
 [rank]
 device = "{device}"
