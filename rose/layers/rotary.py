@@ -80,12 +80,15 @@ def _turn(
     cos: Tensor, sin: Tensor, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split_heads(qkv, shape)
-    q = q if q_norm is None else q_norm(q)
-    k = k if k_norm is None else k_norm(k)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    if q_norm is not None and k_norm is not None:
+        return rotate(q_norm(q), cos, sin), rotate(k_norm(k), cos, sin), v
+    both = qkv.unflatten(-1, (-1, shape.head_dim))[:, : shape.num_heads + shape.num_kv_heads]
+    q, k = rotate(both, cos, sin).split((shape.num_heads, shape.num_kv_heads), dim=1)
+    return q, k, v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim] turned by its position's angles, cos and sin [T, 1, head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
