@@ -16,6 +16,8 @@ from gateway.limits import check_chars, check_choices, check_items, check_tokens
 from gateway.stream import KEEP_ALIVE, EventStream, every
 from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, num_entries
 
+INLINE_MESSAGES = 16
+
 
 async def generate(request: web.Request, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
     """Raises GatewayError; if the answer has begun, the middleware makes its last event of it."""
@@ -72,7 +74,7 @@ async def _encode(call: Call, task: GenerateTask) -> list[Prompt]:
         texts: list[Text] = [message["content"] for message in task.chat.messages if message.get("content")]
         num_chars = check_chars("messages", texts, call.facts.max_model_len, False, config, "shorten it")
     args = (task, call.model, call.facts)
-    if num_chars <= INLINE_CHARS and task.structure is None and task.tools is None:
+    if num_chars <= INLINE_CHARS and _is_small(task):
         prompts = encode_prompts(*args)
     else:
         prompts = await asyncio.get_running_loop().run_in_executor(call.gateway.pool, encode_prompts, *args)
@@ -80,6 +82,14 @@ async def _encode(call: Call, task: GenerateTask) -> list[Prompt]:
     call.tokenize_ms = seconds * 1000
     call.gateway.metrics.tokenize_seconds.observe(seconds)
     return prompts
+
+
+def _is_small(task: GenerateTask) -> bool:
+    """Whether there is nothing to do for its prompts but to encode their few characters."""
+    if task.structure is not None or task.tools is not None or len(task.prompts) > INLINE_MESSAGES:
+        return False
+    messages = [] if task.chat is None else task.chat.messages
+    return len(messages) <= INLINE_MESSAGES and not any("tool_calls" in message for message in messages)
 
 
 def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:

@@ -7,6 +7,7 @@ from gateway.call import Call
 from gateway.generate_job import Generation
 from gateway.generate_prompt import Prompt
 from gateway.generate_text import ChoiceText
+from gateway.stop_strings import Matcher
 from gateway.tasks import GenerateTask, Piece, Usage
 from ipc.submit import TokenDelta
 
@@ -19,6 +20,7 @@ class Choices:
         self._task = task
         self._prompts = prompts
         self._generation = generation
+        self._stops = Matcher(task.stop) if task.stop else None
         self._texts = [self._text(i) for i in range(task.num_choices)]
         self._open = set(range(task.num_choices))
         self._metrics = call.gateway.metrics
@@ -70,7 +72,7 @@ class Choices:
     def _text(self, index: int) -> ChoiceText:
         prompt = self._prompts[index // self._task.n]
         assert self._call.model.generator is not None, "check_model has seen it"
-        return ChoiceText(index, self._task, self._call.model.generator.token_bytes, prompt)
+        return ChoiceText(index, self._task, self._call.model.generator.token_bytes, prompt, self._stops)
 
     def _observe(self, index: int, num_tokens: int) -> None:
         now = time.perf_counter()

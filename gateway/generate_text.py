@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gateway.detokenize import Detokenizer, TokenBytes
 from gateway.generate_answer import Answer
 from gateway.generate_prompt import Prompt
-from gateway.stop_strings import StopStrings
+from gateway.stop_strings import Matcher, StopStrings
 from gateway.tasks import GenerateTask, Piece, TokenInfo, TopToken
 from ipc.submit import TokenDelta
 
@@ -20,17 +20,19 @@ Top = Sequence[tuple[int, float]]
 class ChoiceText:
     """`add` every delta of the choice in order, until a piece has a finish_reason.
 
-    Of the prompt, only `echo` needs more than its form.
+    `stops` are of the request's stop strings. Of the prompt, only `echo` needs more than its form.
     """
 
-    def __init__(self, choice: int, task: GenerateTask, tokens: TokenBytes, prompt: Prompt) -> None:
+    def __init__(
+        self, choice: int, task: GenerateTask, tokens: TokenBytes, prompt: Prompt, stops: Matcher | None
+    ) -> None:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._choice = choice
         self._task = task
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens, skip_special_tokens=task.skip_special_tokens, starts_text=False)
-        self._stops = StopStrings(task.stop, include_stop=task.include_stop) if task.stop else None
+        self._stops = None if stops is None else StopStrings(stops, include_stop=task.include_stop)
         self._offset = 0  # characters of text so far, held back ones included
         self._held: list[TokenInfo] = []  # of tokens whose text is held back
         self._echo = _Echo(prompt, task, tokens) if task.echo else None

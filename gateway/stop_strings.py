@@ -105,9 +105,10 @@ class Search:
 class StopStrings:
     """A generation's `stop`: text goes through until one of them is complete, and nothing after that."""
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """`include_stop` leaves the stop string in the text (vLLM's `include_stop_str_in_output`)."""
-        self._search = Search(Matcher(stops))
+    def __init__(self, stops: Matcher | Sequence[str], *, include_stop: bool = False) -> None:
+        """Several generations may share a Matcher. `include_stop` leaves the stop string in the text (vLLM's
+        `include_stop_str_in_output`)."""
+        self._search = Search(stops if isinstance(stops, Matcher) else Matcher(stops))
         self._include = include_stop
         self.hit: str | None = None
 

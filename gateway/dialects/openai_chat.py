@@ -6,7 +6,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from gateway.dialects.fields import decode, refuse_unknown
+from gateway.dialects.fields import check_depth, decode, refuse_unknown
 from gateway.dialects.openai_messages import Message, read_messages
 from gateway.dialects.openai_sampling import (
     Positive,
@@ -68,6 +68,7 @@ def parse_chat(body: bytes) -> GenerateTask:
 
 def _read_prompt(fields: ChatBody, tools: ToolUse | None) -> ChatPrompt:
     messages = read_messages(fields.messages)
+    check_depth("chat_template_kwargs", fields.chat_template_kwargs or {})
     going_on = bool(fields.continue_final_message)
     if going_on:
         if fields.add_generation_prompt:
@@ -88,6 +89,8 @@ def _read_prompt(fields: ChatBody, tools: ToolUse | None) -> ChatPrompt:
 def _read_tools(fields: ChatBody) -> ToolUse | None:
     """None where the model is to call nothing; the tools are checked all the same."""
     tools = read_tools(fields.tools or [])
+    for i, tool in enumerate(fields.tools or ()):
+        check_depth(f"tools[{i}]", tool)
     choice = read_tool_choice(fields.tool_choice, tools)
     if choice.mode == "none":
         return None

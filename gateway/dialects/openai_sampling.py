@@ -10,6 +10,7 @@ from gateway.errors import InvalidRequest
 from gateway.tasks import Usage
 from ipc.types import SamplingParams
 
+MAX_STOP_CHARS = 256
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -88,9 +89,6 @@ def read_stop(fields: SamplingBody) -> list[str]:
             text = f"{name} has {len(stop)} characters; a stop string may have 1 to {MAX_STOP_CHARS}"
             raise InvalidRequest(text, param=name)
     return stops
-
-
-MAX_STOP_CHARS = 1000
 
 
 def read_include_usage(fields: SamplingBody) -> bool:

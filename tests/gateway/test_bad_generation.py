@@ -58,7 +58,7 @@ SHARED: list[tuple[str, Any, str | None]] = [
     ("stop", ["a", ""], "stop[1]"),
     ("stop", ["a", None], "stop[1]"),
     ("stop", ["a"] * 17, None),
-    ("stop", "a" * 1001, None),
+    ("stop", "a" * 257, None),
     ("stop_token_ids", [300], None),
     ("stop_token_ids", [-1], "stop_token_ids[0]"),
     ("stop_token_ids", "a", None),
@@ -191,6 +191,8 @@ CHAT: list[tuple[str, Any, str | None]] = [
     ("parallel_tool_calls", "yes", None),
     ("chat_template", "{{ messages }}", None),
     ("chat_template_kwargs", "a", None),
+    ("chat_template_kwargs", DEEP, None),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": DEEP}}], "tools[0]"),
     ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
     ("add_generation_prompt", 1, None),
     ("continue_final_message", True, None),  # the last one is the user's
