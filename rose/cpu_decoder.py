@@ -1,11 +1,24 @@
 """A decoder's steps on CPU: one after another on a thread of their own. See rose.decoder_runner for the interface."""
 
 from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from msgspec.structs import replace
+from torch import nn
 
 from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing
+from ipc.types import ModelFacts
+from rose.attention.paged_reference import ReferencePagedBackend
+from rose.config import RankConfig
 from rose.cpu_stream import CpuStream
-from rose.decoder import Decoder
+from rose.decoder import Decoder, DecoderParts, LanguageModel
+from rose.kv_cache import KVShape, allocate, cpu_budget_bytes, num_blocks_for
+from rose.layers.packed_linear import pack_linears
+from rose.models.config import ModelConfig
+from rose.residents import Residents
 from rose.runner import LazyTensor
 
 
@@ -36,3 +49,26 @@ class CpuDecoder:
 
     def figures(self) -> dict[str, float]:
         return {}
+
+
+def load_cpu_decoder(
+    model: nn.Module,
+    model_config: ModelConfig,
+    facts: ModelFacts,
+    config: RankConfig,
+    *,
+    tokenizer: Path,
+    num_threads: int,
+) -> tuple[CpuDecoder, ModelFacts]:
+    """The decoder, and `facts` with the number of blocks that there is room for. `model` has its weights.
+
+    Raises ModelError where the cache would not hold one sequence of full length.
+    """
+    device = torch.device("cpu")
+    pack_linears(model)
+    shape = KVShape.of(model_config, getattr(torch, facts.dtype))
+    budget = cpu_budget_bytes() if config.kv_cache_bytes is None else config.kv_cache_bytes
+    num_blocks = num_blocks_for(shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len)
+    facts = replace(facts, num_blocks=num_blocks)
+    parts = DecoderParts(cast(LanguageModel, model), allocate(shape, num_blocks, device), ReferencePagedBackend())
+    return CpuDecoder(Decoder(parts, Residents(facts, device, tokenizer), facts), num_threads), facts

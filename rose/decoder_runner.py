@@ -5,28 +5,22 @@ See rose.runner for the contract. In one process (tests) drive it with ipc.step_
 
 import os
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
-from msgspec.structs import replace
 
 from ipc.control import Join
 from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing
 from ipc.types import ModelFacts
-from rose.attention.paged_reference import ReferencePagedBackend
 from rose.config import RankConfig
-from rose.cpu_decoder import CpuDecoder
-from rose.decoder import Decoder, DecoderParts, LanguageModel
+from rose.cpu_decoder import load_cpu_decoder
 from rose.decoder_facts import decoder_facts
 from rose.decoder_warm_up import warm_up
 from rose.device import resolve_device, resolve_dtype
-from rose.kv_cache import KVShape, allocate, cpu_budget_bytes, num_blocks_for
-from rose.layers.packed_linear import pack_linears
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask, read_task
-from rose.residents import Residents
 from rose.runner import LazyTensor, OutOfMemory
 
 
@@ -118,17 +112,25 @@ class DecoderRunner:
         return self._decoder
 
     def _load(self) -> DeviceDecoder:
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(self._config.memory_fraction)
         model = load_model(self._directory, self._model_config, self._task, self._device, self._dtype)
-        pack_linears(model)
-        shape = KVShape.of(self._model_config, self._dtype)
-        num_blocks = num_blocks_for(
-            shape,
-            self._config.kv_cache_bytes or cpu_budget_bytes(),
-            max_num_seqs=self.facts.max_num_seqs,
-            max_model_len=self.facts.max_model_len,
+        tokenizer = self._directory / "tokenizer.json"
+        if self._device.type == "cpu":
+            decoder, self.facts = load_cpu_decoder(
+                model, self._model_config, self.facts, self._config, tokenizer=tokenizer, num_threads=self._num_threads
+            )
+            return decoder
+        from rose.cuda_decoder_load import load_cuda_decoder  # needs Triton
+
+        cuda_decoder, self.facts = load_cuda_decoder(
+            model,
+            self._model_config,
+            self.facts,
+            self._config,
+            device=self._device,
+            dtype=self._dtype,
+            tokenizer=tokenizer,
+            shapes=self._shapes,
         )
-        self.facts = replace(self.facts, num_blocks=num_blocks)
-        caches = allocate(shape, num_blocks, self._device)
-        parts = DecoderParts(cast(LanguageModel, model), caches, ReferencePagedBackend())
-        residents = Residents(self.facts, self._device, self._directory / "tokenizer.json")
-        return CpuDecoder(Decoder(parts, residents, self.facts), self._num_threads)
+        return cuda_decoder

@@ -33,12 +33,16 @@ class GrammarRows:
         except GrammarError:
             self._host.status[slot] = STATUS_BAD_TOKEN
 
+    def has_any(self, rows: GenerateRows) -> bool:
+        """Whether some row needs its mask: then this step waits for the tokens of the one before."""
+        return any(slot in self._grammars for slot in rows.slots.tolist())
+
     def masks(self, rows: GenerateRows) -> NDArray[np.int32] | None:
         """int32 [R, ceil(V / 32)], a bit for each token that may come; None where no row has a grammar.
 
         Output of an earlier life, which prefill rows bring, is accepted first. Sets the status of rows that fail.
         """
-        if not any(slot in self._grammars for slot in rows.slots.tolist()):
+        if not self.has_any(rows):
             return None
         for row in np.flatnonzero(rows.num_given).tolist():
             self._accept_given(rows, row)

@@ -37,7 +37,7 @@ class Residents:
     `tokenizer` is the model's tokenizer.json, read when the first grammar comes.
     """
 
-    def __init__(self, facts: ModelFacts, device: torch.device, tokenizer: Path = Path("tokenizer.json")) -> None:
+    def __init__(self, facts: ModelFacts, device: torch.device, tokenizer: Path) -> None:
         self._device = device
         self._vocab_size = facts.vocab_size
         self.slots = Slots(facts, facts.num_blocks, device)
