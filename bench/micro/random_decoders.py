@@ -97,7 +97,8 @@ class Seated:
         )
         self.ring = StepRing.create(generate_layout(self.facts))
         self.decoder.attach(self.ring)
-        self._context, self._params, self._step = context, params, 0
+        self.params = params  # of sequences seated from now on
+        self._context, self._step = context, 0
         self.seat()
 
     @torch.inference_mode()
@@ -116,8 +117,8 @@ class Seated:
         slots.block_table[:count, : self.each] = order.view(count, self.each)
         host.generation[:] = 1
         for slot in range(count):
-            host.params[slot] = self._params
-            residents.sampler.admit(slot, self._params)
+            host.params[slot] = self.params
+            residents.sampler.admit(slot, self.params)
         self.decoder.drain()
 
     def launch(self, num_rows: int, slot: int = 0) -> tuple[LazyTensor, Arrays]:
@@ -162,16 +163,30 @@ class Seated:
 class Pass:
     """A model's logits over a cache of its own, for rows given by their ids: prompts first, then what follows them."""
 
-    def __init__(self, config: ModelConfig, model: nn.Module, attention: PagedBackend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: nn.Module,
+        attention: PagedBackend,
+        dtype: torch.dtype,
+        *,
+        num_rows: int = 8,
+        blocks_per_row: int = 64,
+    ) -> None:
         self._model, self._attention = model, attention
-        self._each = 64
-        self._caches: list[PagedKV] = list(allocate(KVShape.of(config, dtype), 8 * self._each, DEVICE))
-        self._table = torch.randperm(8 * self._each, generator=torch.Generator().manual_seed(3)).int()
-        self._table = self._table.view(8, self._each).to(DEVICE)
+        num_blocks = num_rows * blocks_per_row
+        self._caches: list[PagedKV] = list(allocate(KVShape.of(config, dtype), num_blocks, DEVICE))
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).int()
+        self._table = order.view(num_rows, blocks_per_row).to(DEVICE)
 
     @torch.inference_mode()
     def logits(self, rows: list[Tensor], starts: list[int]) -> Tensor:
         """rows: ids [n] of each, behind the first starts[r] that were given before -> float32 [T, V]."""
+        return cast(Any, self._model).logits(self.hidden(rows, starts))
+
+    @torch.inference_mode()
+    def hidden(self, rows: list[Tensor], starts: list[int]) -> Tensor:
+        """The same as hidden states [T, H]."""
         lengths = [len(ids) for ids in rows]
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).int().to(DEVICE)
         index = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)).to(DEVICE)
@@ -185,5 +200,4 @@ class Pass:
             max_kv_len=max(s + n for s, n in zip(starts, lengths, strict=True)),
         )
         attend = self._attention.paged(paged, self._caches)
-        hidden = self._model(DecodeBatch(torch.cat(rows).int().to(DEVICE), positions), attend)
-        return cast(Any, self._model).logits(hidden)
+        return self._model(DecodeBatch(torch.cat(rows).int().to(DEVICE), positions), attend)
