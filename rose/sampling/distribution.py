@@ -24,57 +24,66 @@ EXP2_COEFFICIENTS = (
 )  # fmt: skip
 LOWEST_POWER = -60.0  # of two; down here nothing has a weight
 MANTISSA_BITS = 23
-_FEW = 512  # largest tokens that are looked at first: enough for most rows
+_EXPONENT_BIAS = 127  # of float32
+_FIRST_LOOKS = (512, 4096)  # largest weights that are tried before all are sorted: enough for most rows
 
 
 def without_nan(logits: Tensor) -> Tensor:
-    return torch.where(logits == logits, logits, float("-inf"))
+    """Minus infinity in their place; the same tensor where there is none."""
+    return logits.nan_to_num(nan=float("-inf"), posinf=float("inf")) if bool(logits.amax().isnan()) else logits
 
 
-def weights(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """logits float32 [R, V], inverse_temperature float32 [R]. int64 [R, V] in 0..2^40, the largest logit's is 2^40.
+def weights(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """logits float32 [R, V], maximum (of each row) and inverse_temperature float32 [R]. int64 [R, V] in 0..2^40.
 
-    A NaN weighs nothing; a row without a finite largest logit is all zeros.
+    The largest logit's is 2^40. A NaN weighs nothing; a row without a finite maximum is all zeros.
     """
-    maximum = without_nan(logits).amax(1, keepdim=True)
-    power = (logits - maximum) * inverse_temperature[:, None] * LOG2_E
-    power = torch.where(power > LOWEST_POWER, power, LOWEST_POWER)  # also instead of a NaN
+    power = (logits - maximum[:, None]).mul_(inverse_temperature[:, None]).mul_(LOG2_E)
+    power.nan_to_num_(nan=LOWEST_POWER, neginf=LOWEST_POWER).clamp_(min=LOWEST_POWER)
     whole = power.floor()
-    fraction = power - whole
+    fraction = power.sub_(whole)
     exp2 = fraction * EXP2_COEFFICIENTS[-1]
     for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
-        exp2 = (exp2 + coefficient) * fraction
-    mantissa = ((exp2 + 1.0) * 2.0**MANTISSA_BITS).long()
-    return (mantissa << (WEIGHT_BITS - MANTISSA_BITS)) >> -whole.long()
+        exp2.add_(coefficient).mul_(fraction)
+    scale = whole.add_(_EXPONENT_BIAS + WEIGHT_BITS).int().bitwise_left_shift_(MANTISSA_BITS).view(torch.float32)
+    return exp2.add_(1.0).mul_(scale).long()  # a power of two: the product is exact
 
 
 def truncate(logits: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Weights with zeros where a token is not kept. top_k, top_p int32 [R] and min_p float32 [R] as in params.py."""
+    """Weights with zeros where a token is not kept; logits have no NaN.
+
+    top_k, top_p int32 [R] and min_p float32 [R] as in params.py.
+    """
     vocab_size = logits.shape[1]
-    logits = without_nan(logits)
-    few = torch.where(top_k < vocab_size, top_k, 1).amax()
-    largest = logits.topk(int(few), dim=1).values
-    kth = largest.gather(1, (top_k.clamp(max=int(few)).long() - 1)[:, None])
-    kept = torch.where((top_k < vocab_size)[:, None], logits >= kth, True)
-    kept &= weight >= (min_p * 2.0**WEIGHT_BITS).long()[:, None]
-    weight = torch.where(kept, weight, 0)
-    rows = (top_p >= 0).nonzero()[:, 0]
-    if len(rows):
-        least = _top_p_threshold(weight[rows], top_p[rows])
-        weight[rows] = torch.where(weight[rows] >= least[:, None], weight[rows], 0)
+    by_count = top_k < vocab_size
+    if bool(min_p.any()):
+        weight = torch.where(weight >= (min_p * 2.0**WEIGHT_BITS).long()[:, None], weight, 0)
+    if bool(by_count.any()):
+        count = int(top_k[by_count].amax())
+        kth = logits.topk(count, dim=1).values.gather(1, top_k[:, None].clamp(max=count).long() - 1)
+        weight = torch.where((logits >= kth) | ~by_count[:, None], weight, 0)
+    if bool((top_p >= 0).any()):
+        looks = (count, *_FIRST_LOOKS) if bool(by_count.all()) else _FIRST_LOOKS
+        least = _top_p_threshold(weight, top_p, [*(look for look in looks if look < vocab_size), vocab_size])
+        weight = torch.where(weight >= least[:, None], weight, 0)
     return weight
 
 
-def _top_p_threshold(weight: Tensor, top_p: Tensor) -> Tensor:
-    """The largest weight such that those at least as large weigh top_p of all. int64 [R], at least 1."""
-    needed = scale_bits(top_p.long(), torch.zeros_like(top_p, dtype=torch.int64), weight.sum(1)).clamp(min=1)
-    for count in (min(_FEW, weight.shape[1]), weight.shape[1]):
-        largest = weight.topk(count, dim=1).values
-        sums = largest.cumsum(1)
+def _top_p_threshold(weight: Tensor, top_p: Tensor, looks: list[int]) -> Tensor:
+    """The largest weight such that those at least as large weigh top_p of all; 1 where that is off. int64 [R].
+
+    So many of the largest are looked at until they weigh enough.
+    """
+    total = weight.sum(1)
+    needed = scale_bits(top_p.clamp(min=0).long(), torch.zeros_like(total), total).clamp(min=1)
+    sortable = weight.float()  # exact, weights have 24 digits
+    for look in looks:
+        most = sortable.topk(look, dim=1).values.long()
+        sums = most.cumsum(1)
         if bool((sums[:, -1] >= needed).all()):
             break
-    index = torch.searchsorted(sums, needed[:, None]).clamp(max=largest.shape[1] - 1)
-    return largest.gather(1, index)[:, 0].clamp(min=1)
+    index = torch.searchsorted(sums, needed[:, None]).clamp(max=most.shape[1] - 1)
+    return torch.where(top_p >= 0, most.gather(1, index)[:, 0], 1).clamp(min=1)
 
 
 def draw(weight: Tensor, high: Tensor, low: Tensor, fallback: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from rose.sampling.slots import COUNT_LIMIT, COUNT_MASK, IN_PROMPT, SamplingSlot
 # What min_tokens sets a logit to: never drawn beside any other token, yet not impossible, so that a grammar that
 # allows nothing but the end still has its way.
 MASKED = -1e30
+_CACHED_VALUES = 2**16  # logits that are worked on at a time, so that what is made of them stays in the cache
 
 
 class TorchOps:
@@ -56,14 +57,18 @@ class TorchOps:
             logits.masked_fill_(allowed == 0, float("-inf"))
 
     def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
-        tokens = without_nan(logits).argmax(1)
+        logits = without_nan(logits)
+        maximum, tokens = logits.max(1)  # the first of several
         if needs.random:
-            lines = state.lines(slots)
-            rows = (state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
-            table = state.table[lines[rows]]
-            kept = processed_weights(logits[rows], state, lines[rows], truncation=needs.truncation)
-            high, low = uniform_bits(table[:, SEED_LOW], table[:, SEED_HIGH], positions[rows], STREAM_TOKEN)
-            tokens[rows] = draw(kept, high, low, tokens[rows])
+            random = (state.floats[state.lines(slots), INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+            lines = state.lines(slots[random])
+            seeds = state.table[lines]
+            high, low = uniform_bits(seeds[:, SEED_LOW], seeds[:, SEED_HIGH], positions[random], STREAM_TOKEN)
+            num_rows = max(1, _CACHED_VALUES // logits.shape[1])
+            for part in torch.arange(len(random), device=logits.device).split(num_rows):
+                rows = random[part]
+                weight = processed_weights(logits[rows], maximum[rows], state, lines[part], truncation=needs.truncation)
+                tokens[rows] = draw(weight, high[part], low[part], tokens[rows])
         return tokens.int()
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +76,7 @@ class TorchOps:
         keys = ordered_keys(logits).topk(count, dim=1).values
         top_ids = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
         maximum = logits.amax(1, keepdim=True)
-        total = weights(logits, torch.ones_like(maximum[:, 0])).sum(1, keepdim=True)
+        total = weights(logits, maximum[:, 0], torch.ones_like(maximum[:, 0])).sum(1, keepdim=True)
         # of a difference of two logits, not of the logits: what is subtracted last is small
         log_total = (total.float() * 2.0**-WEIGHT_BITS).log()
         chosen = logits.gather(1, tokens.long()[:, None])
@@ -94,10 +99,12 @@ class TorchOps:
         counts.index_put_((lines, ids), room.to(counts.dtype), accumulate=True)
 
 
-def processed_weights(logits: Tensor, state: SamplingSlots, lines: Tensor, *, truncation: bool) -> Tensor:
+def processed_weights(
+    logits: Tensor, maximum: Tensor, state: SamplingSlots, lines: Tensor, *, truncation: bool
+) -> Tensor:
     """Weights of the tokens that may be drawn, int64 [R, V], of adjusted logits; rows' temperature is above zero."""
     table, floats = state.table[lines], state.floats[lines]
-    weight = weights(logits, floats[:, INVERSE_TEMPERATURE])
+    weight = weights(logits, maximum, floats[:, INVERSE_TEMPERATURE])
     if truncation:
         weight = truncate(logits, weight, table[:, TOP_K], table[:, TOP_P], floats[:, MIN_P])
     return weight

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ipc.types import SamplingParams
+from rose.sampling.distribution import without_nan
 from rose.sampling.params import INVERSE_TEMPERATURE, Needs
 from rose.sampling.reference import TorchOps, processed_weights
 from rose.sampling.slots import SamplingSlots
@@ -132,10 +133,11 @@ class Sampler:
         """
         lines = self.state.lines(slots)
         changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=True)
-        greedy = self._ops.choose(changed, self.state, slots, num_output, Needs())
-        result = torch.zeros_like(changed).scatter_(1, greedy.long()[:, None], 1.0)
+        changed = without_nan(changed)
+        maximum, greedy = changed.max(1)
+        result = torch.zeros_like(changed).scatter_(1, greedy[:, None], 1.0)
         rows = (self.state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
-        weight = processed_weights(changed[rows], self.state, lines[rows], truncation=needs.truncation)
+        weight = processed_weights(changed[rows], maximum[rows], self.state, lines[rows], truncation=needs.truncation)
         total = weight.sum(1, keepdim=True)
         result[rows] = torch.where(total > 0, weight.double() / total, result[rows]).float()
         return result

@@ -1,5 +1,6 @@
 """The sampler against a plain one: every parameter, the draws' distribution, seeds in any batch, rows gone wrong."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "min_tokens reached": {"min_tokens": 5, "stop_token_ids": (9, 10)},
     "min_tokens over bias": {"min_tokens": 6, "stop_token_ids": (9,), "logit_bias": {9: 100.0, 3: 50.0}},
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Many small operators: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_sampler(max_num_seqs: int = 64) -> Sampler:
