@@ -90,11 +90,13 @@ class CudaDecoder:
     @torch.inference_mode()
     def generate(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Raises OutOfMemory: the tables hold, the rows did nothing."""
-        kinds = arrays["rows"][: plan.num_seqs, GEN_KIND]
+        table = cast(Int32s, arrays["rows"][: plan.num_seqs])
+        decodes = plan.num_seqs > 0 and bool((table[:, GEN_KIND] == KIND_DECODE).all())
         if plan.last_applied < self._failed_step:
             self.residents.apply_tables(plan, arrays)
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
-        launch = self._decode if plan.num_seqs and (kinds == KIND_DECODE).all() else self._launch_any
+        masked = self.residents.grammars.has_any(table[:, GEN_SLOT].tolist())  # by the CPU, amid the step
+        launch = self._decode if decodes and not masked else self._launch_any
         try:
             return launch(plan, arrays)
         except (RuntimeError, MemoryError) as error:

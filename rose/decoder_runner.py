@@ -67,6 +67,7 @@ class DecoderRunner:
             config=config,
             device=self._device.type,
             dtype=str(self._dtype).removeprefix("torch."),
+            num_threads=self._num_threads,
         )
         self._decoder: DeviceDecoder | None = None
 

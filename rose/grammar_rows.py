@@ -3,6 +3,8 @@
 Needs the CPU between two steps of one sequence: a mask follows from the token before. Free of torch.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,16 +35,16 @@ class GrammarRows:
         except GrammarError:
             self._host.status[slot] = STATUS_BAD_TOKEN
 
-    def has_any(self, rows: GenerateRows) -> bool:
+    def has_any(self, slots: Iterable[int]) -> bool:
         """Whether some row needs its mask: then this step waits for the tokens of the one before."""
-        return any(slot in self._grammars for slot in rows.slots.tolist())
+        return any(slot in self._grammars for slot in slots)
 
     def masks(self, rows: GenerateRows) -> NDArray[np.int32] | None:
         """int32 [R, ceil(V / 32)], a bit for each token that may come; None where no row has a grammar.
 
         Output of an earlier life, which prefill rows bring, is accepted first. Sets the status of rows that fail.
         """
-        if not self.has_any(rows):
+        if not self.has_any(rows.slots.tolist()):
             return None
         for row in np.flatnonzero(rows.num_given).tolist():
             self._accept_given(rows, row)

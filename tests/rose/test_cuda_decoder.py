@@ -21,7 +21,7 @@ from rose.runner import OutOfMemory
 from rose.shape_list import read_shapes
 from tests.rose.decoder_driving import GREEDY, Driver, Row, Seq
 from tests.rose.host_stream import HostStream
-from tests.rose.tiny_lm import write_llama, write_qwen3
+from tests.rose.tiny_lm import EOS_TOKEN_ID, write_llama, write_qwen3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {
@@ -122,6 +122,28 @@ def test_logprobs(tiny: Path) -> None:
     np.testing.assert_array_equal(found[1]["top_ids"], found[0]["top_ids"])
     for name in ("logprobs", "top_logprobs"):
         np.testing.assert_allclose(found[1][name], found[0][name], atol=1e-4)
+
+
+def test_rows_with_a_grammar(tmp_path: Path) -> None:
+    """Their masks come between forward pass and sampling, so such a step is no graph; others are, before and after."""
+    write_llama(tmp_path, num_hidden_layers=1, tokenizer=True)
+    params = SamplingParams(temperature=1.0, seed=3, grammar="start: /[xyz]{3}/")
+    found = []
+    for make in (Driver, StaticDriver):
+        driver = make(tmp_path, **SIZES)
+        other, seq = Seq(prompt(4, 1)), Seq(prompt(6), params)
+        driver.prefill(other)
+        driver.decode([other], 2)
+        driver.prefill(seq)
+        driver.decode([seq, other], 3)
+        driver.run(release=[seq])
+        driver.decode([other], 1)
+        found.append((seq.tokens, other.tokens))
+    assert found[1] == found[0]
+    assert found[0][0][-1] == EOS_TOKEN_ID
+    figures = driver.decoder.figures()
+    assert figures["decode_rows_total"] == 3
+    assert figures["graph_replays_total"] == 2
 
 
 def test_other_lengths_under_the_same_key(tiny: Path) -> None:
