@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from ipc import addresses
 from ipc.control import Quarantine as QuarantineMessage
@@ -153,7 +154,9 @@ class Scheduler:
     # --- ranks come and go ----------------------------------------------------------------------------------
 
     def on_ranks_ready(self, facts: ModelFacts) -> None:
-        if facts != self.facts:
+        if self.planner is not None and self.facts == replace(facts, num_blocks=self.planner.facts.num_blocks):
+            self.facts = self.planner.facts = facts  # another share of memory at most: work goes on
+        else:
             if self.planner is not None:
                 self.log("facts_changed", model=self.model)
                 self._flush("not_ready")

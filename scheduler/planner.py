@@ -38,7 +38,12 @@ class Planner(Protocol):
 
     A planner numbers its steps from 1, never twice the same, and keeps the bound on steps in flight. It leaves
     `epoch` to whoever sends the plan.
+
+    `facts` may be set to those of the next epoch's ranks before anything is planned for them, if they differ in
+    `num_blocks` at most: how much memory is left differs from one start to the next.
     """
+
+    facts: ModelFacts
 
     def add(self, request: Request, now: float) -> Rejected | None:
         """Takes a request into the pool, or says why not."""

@@ -45,7 +45,7 @@ class GeneratePlanner:
         quarantine: Quarantine,
         draft_length: DraftLength = no_drafts,
     ) -> None:
-        self.facts = facts
+        self._facts = facts
         self.config = config
         self.roster = Roster(facts, config, stats)
         self.residents, self._lanes = self.roster.residents, self.roster.lanes
@@ -62,6 +62,15 @@ class GeneratePlanner:
         self._finished_at: float | None = None  # when a row last came back; None: a canary is due at once
         self._seen_version = quarantine.version
         self._idle_work = False  # the ranks would make use of an idle step
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: ModelFacts) -> None:
+        self._facts = facts
+        self.roster.resize(facts.num_blocks)
 
     # --- the protocol ---------------------------------------------------------------------------------------
 
@@ -252,7 +261,7 @@ class GeneratePlanner:
         for sequence in reversed(self.residents.running):  # each goes to the front, so the first last
             self.residents.leave(sequence)
             self.roster.pool.put_front(sequence)
-        self.residents.forget_memory()
+        self.residents.forget_memory(self.facts.num_blocks)
         flying = []
         for lane in sorted({lane for step in steps for lane in step.lanes.tolist()}):
             lanes.in_flight[lane] = lanes.min_new[lane] = lanes.max_new[lane] = 0

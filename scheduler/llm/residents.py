@@ -23,17 +23,17 @@ class Residents:
         self.lanes = lanes
         self.running: list[Sequence] = []  # by `order`
         self.num_bulk = 0
-        self._facts = facts
+        self._max_num_seqs = facts.max_num_seqs
         self._prefix_cache = prefix_cache
         self._generation = 0
         self._running_lanes: Ints | None = None
-        self.forget_memory()
+        self.forget_memory(facts.num_blocks)
 
-    def forget_memory(self) -> None:
+    def forget_memory(self, num_blocks: int) -> None:
         """The ranks are new ones: nothing is in a slot or a block. Nobody may be running."""
         assert not self.running
-        self.blocks = BlockPool(self._facts.num_blocks)
-        self.free_slots = deque(range(self._facts.max_num_seqs))
+        self.blocks = BlockPool(num_blocks)
+        self.free_slots = deque(range(self._max_num_seqs))
         self.releases: list[tuple[int, int]] = []  # (slot, generation), not planned yet
 
     @property
@@ -93,10 +93,15 @@ class Residents:
         return blocks
 
     def extend_each(self, lanes: Ints) -> list[int]:
-        """One more block for each of these sequences, all of which are free; returns them."""
+        """One more block for each of these sequences, all of which are free; returns them.
+
+        Those behind can be hit from now on: so it costs a little in many steps and not much at an output's end.
+        """
         blocks = self.blocks.take(len(lanes))
         for lane, block in zip(lanes.tolist(), blocks, strict=True):
-            self.lanes.at(lane).blocks.append(block)
+            sequence = self.lanes.at(lane)
+            self.offer(sequence, sequence.num_settled)
+            sequence.blocks.append(block)
         self.lanes.num_blocks[lanes] += 1
         return blocks
 

@@ -29,6 +29,7 @@ class Roster:
         self._stats = stats
         self._deadlines = Deadlines()
         self._arrivals = 0
+        self._misfits: list[Sequence] = []  # that the memory of new ranks can never hold
 
     def enter(self, request: Request, suspect: bool) -> None:
         """Of a request that the door has opened."""
@@ -52,12 +53,20 @@ class Roster:
         waits = sequence.slot < 0 and not sequence.held and sequence is not self.trials.current
         return waits and not self.lanes.in_flight[sequence.lane] and len(sequence.ids) == sequence.num_prompt
 
+    def resize(self, num_blocks: int) -> None:
+        """The next ranks have so many blocks; nobody is resident."""
+        self.residents.forget_memory(num_blocks)
+        self._misfits = [each for each in self.pool if self.residents.num_blocks_for(each.limit) > num_blocks]
+
     # --- endings --------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Reply]:
-        """Ends those whose deadline has passed, whether they wait or run."""
-        passed = self._deadlines.pop(now)
-        return [self.reject(each, "expired", "the deadline passed before the generation ended") for each in passed]
+        """Ends those whose deadline has passed, whether they wait or run, and those for whom memory became too small."""
+        message = "the deadline passed before the generation ended"
+        replies = [self.reject(each, "expired", message) for each in self._deadlines.pop(now)]
+        misfits, self._misfits = self._misfits, []
+        message = f"prompt and max_tokens fill more than the {self.residents.blocks.num_blocks} blocks of the ranks now"
+        return replies + [self.reject(each, "out_of_memory", message, 0) for each in misfits if not each.done]
 
     def reject(
         self, sequence: Sequence, code: RejectCode, message: str, index: int | None = None, retry_after_ms: int = 0

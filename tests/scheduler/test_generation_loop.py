@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from ipc.step_ring import Arrays
 from ipc.submit import Rejected
@@ -104,6 +105,20 @@ async def test_a_prompt_that_ends_ranks_is_quarantined_and_its_neighbours_go_on(
         assert await gateway.generate(10, [7, DIE, 7], again) == ([], "quarantined")
         assert made.schedulers[0].stats.num_deaths == 3
         assert gateway.quarantines
+
+
+async def test_a_stream_goes_on_when_the_next_rank_has_less_memory() -> None:
+    async with stack() as made:
+        process = made.rank(facts=FACTS, latency_ms=5)
+        gateway = await ready(made)
+        params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
+        await gateway.submit(1, [[1, 2]], sampling=params)
+        await gateway.until(lambda: gateway.deltas.get(1))
+        process.kill()
+        made.rank(facts=FACTS | {"num_blocks": 100})
+        assert await gateway.generated(1) == reference([1, 2], params, MODEL)
+        assert made.schedulers[0].facts == replace(MODEL, num_blocks=100)
+        assert not made.logged("facts_changed")
 
 
 async def test_ranks_that_have_diverged_are_ended_and_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from ipc.step import KIND_DECODE, KIND_PREFILL
 from ipc.submit import Rejected, TokenDelta
@@ -212,4 +213,37 @@ def test_memory_yields_to_a_trial() -> None:
     sim.check_answers()
     sim.check_nothing_left()
     assert {client.end for client in sim.clients.values()} == {"length"}
+    sim.close()
+
+
+@pytest.mark.parametrize("num_blocks", [40, 12])
+def test_ranks_that_come_back_with_another_share_of_memory(num_blocks: int) -> None:
+    sim = Deaths()
+    sim.submit(3, length=60, max_tokens=20)
+    sim.submit(3, length=88, max_tokens=40)
+    for _ in range(8):
+        sim.run_step()
+    told = [len(sim.clients[chunk].tokens) for chunk in range(3)]
+    assert min(told) > 0
+    sim.facts = replace(FACTS, num_blocks=num_blocks)
+    sim.die()
+    sim.planner.facts = sim.facts
+    sim.drain()
+    sim.check_answers()
+    sim.check_nothing_left()
+    assert {client.end for client in sim.clients.values()} == {"length"}
+    sim.close()
+
+
+def test_what_the_new_ranks_can_never_hold_is_rejected() -> None:
+    sim = Deaths()
+    sim.submit(2, length=60, max_tokens=20)
+    sim.submit(1, length=88, max_tokens=40)
+    sim.run_step()
+    sim.facts = replace(FACTS, num_blocks=7)
+    sim.die()
+    sim.planner.facts = sim.facts
+    sim.drain()
+    sim.check_nothing_left()
+    assert [sim.code(chunk) for chunk in range(3)] == ["length", "length", "out_of_memory"]
     sim.close()
