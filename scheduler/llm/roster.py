@@ -61,7 +61,7 @@ class Roster:
     # --- endings --------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Reply]:
-        """Ends those whose deadline has passed, whether they wait or run, and those for whom memory became too small."""
+        """Ends those whose deadline has passed, waiting or running, and those for whom memory became too small."""
         message = "the deadline passed before the generation ended"
         replies = [self.reject(each, "expired", message) for each in self._deadlines.pop(now)]
         misfits, self._misfits = self._misfits, []
