@@ -13,6 +13,7 @@ from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
+from rose.kernels.split_product import num_parts, split_product
 from rose.layers.activation import activation
 from rose.layers.embedding import Embedding, PositionedEmbeddings
 from rose.layers.linear import FusedLinear, Linear, RowsLinear
@@ -21,8 +22,33 @@ from rose.layers.norm import LayerNorm, RMSNorm
 from rose.layers.rotary import Rotary, Turn, split_heads
 
 
+class PartialSums:
+    """What a split product adds to the stream: still to be added, by the norm that reads the stream next.
+
+    Goes through a model's layers in the stream's place.
+    """
+
+    def __init__(self, stream: Tensor, parts: Tensor) -> None:
+        self.stream = stream
+        self._parts: Tensor | None = parts
+
+    def norm(self, weight: Tensor, eps: float) -> Tensor:
+        parts, self._parts = self._parts, None
+        x, residual = (self.stream, None) if parts is None else (parts, self.stream)
+        return add_rms_norm(x, residual, weight, eps)
+
+    def added(self) -> Tensor:
+        """The stream, complete."""
+        parts, self._parts = self._parts, None
+        return self.stream if parts is None else self.stream.add_(parts.sum(0))
+
+
+Stream = Tensor | PartialSums
+
+
 class KernelLinear(nn.Module):
-    """The residual addition is the product's own (beta = 1); an exact GELU takes the bias with it."""
+    """The residual addition is the product's own (beta = 1), or left to the next norm where a skinny product is split;
+    an exact GELU takes the bias with it."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -30,12 +56,16 @@ class KernelLinear(nn.Module):
         self._gelu = linear.act == "gelu"
         self._activation = None if linear.act in ("identity", "gelu") else activation(linear.act)
 
-    def forward(self, x: Tensor, *, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
-        x = x if norm is None else norm(x)
+    def forward(self, x: Stream, *, norm: nn.Module | None = None, residual: Stream | None = None) -> Stream:
+        x = (x.added() if isinstance(x, PartialSums) else x) if norm is None else norm(x)
+        residual = residual.added() if isinstance(residual, PartialSums) else residual
         if self._gelu:
             y = F.linear(x, self.weight)
             y = gelu(y, self.bias, out=y)
         elif residual is not None and self.bias is None and self._activation is None:
+            parts = num_parts(len(x), *self.weight.shape)
+            if parts > 1:
+                return PartialSums(residual, split_product(x, self.weight, parts))
             return residual.addmm_(x, self.weight.t())
         else:
             y = F.linear(x, self.weight, self.bias)
@@ -48,8 +78,12 @@ class KernelRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = norm.weight, norm.eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return add_rms_norm(x, None, self.weight, self.eps)
+    def forward(self, x: Stream) -> Tensor:
+        return (
+            x.norm(self.weight, self.eps)
+            if isinstance(x, PartialSums)
+            else add_rms_norm(x, None, self.weight, self.eps)
+        )
 
 
 class KernelLayerNorm(nn.Module):

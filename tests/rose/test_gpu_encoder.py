@@ -227,10 +227,11 @@ def test_two_steps_in_flight(qwen3: Path) -> None:
 
 
 def test_out_of_memory_fails_the_step_alone(qwen3: Path) -> None:
+    gc.collect()  # what earlier tests left behind would serve as room
+    torch.cuda.empty_cache()
     driver = gpu_driver(qwen3)
     small, large = ragged_ids(VOCABULARY, (9, 30), 2), ragged_ids(VOCABULARY, (512,) * 32, 1)
     expected = driver.vectors(small)
-    gc.collect()  # what earlier tests left behind would serve as room
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
