@@ -30,7 +30,7 @@ _FIRST_LOOKS = (512, 4096)  # largest weights that are tried before all are sort
 
 def without_nan(logits: Tensor) -> Tensor:
     """Minus infinity in their place; the same tensor where there is none."""
-    return logits.nan_to_num(nan=float("-inf"), posinf=float("inf")) if bool(logits.amax().isnan()) else logits
+    return torch.where(logits.isnan(), float("-inf"), logits) if bool(logits.amax().isnan()) else logits
 
 
 def weights(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Tensor:

@@ -110,6 +110,8 @@ class Sampler:
         generator's counter; num_output int32 [R], tokens put out so far; bitmask int32 [R, ceil(V / 32)], a bit
         for each token that may come, lowest first. `needs` must cover every row's.
         """
+        if needs.penalties:
+            self.state.reserve()
         changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=needs.logprobs)
         tokens = self._ops.choose(changed, self.state, slots, positions, needs)
         if needs.penalties:

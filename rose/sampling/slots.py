@@ -33,17 +33,17 @@ class SamplingSlots:
     def __init__(
         self, *, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
     ) -> None:
-        lines = max_num_seqs + 1
+        self._lines = max_num_seqs + 1
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = device
         self._eos_token_ids = eos_token_ids
-        self._needs = [Needs()] * lines
-        self.table = torch.zeros(lines, NUM_COLUMNS, dtype=torch.int32, device=device)
+        self._needs = [Needs()] * self._lines
+        self.table = self._allocate(NUM_COLUMNS, torch.int32)
         self.floats = self.table.view(torch.float32)
-        self.bias_ids = torch.zeros(lines, MAX_BIASES, dtype=torch.int32, device=device)
-        self.bias_values = torch.zeros(lines, MAX_BIASES, dtype=torch.float32, device=device)
-        self.stop_ids = torch.zeros(lines, MAX_STOPS, dtype=torch.int32, device=device)
+        self.bias_ids = self._allocate(MAX_BIASES, torch.int32)
+        self.bias_values = self._allocate(MAX_BIASES, torch.float32)
+        self.stop_ids = self._allocate(MAX_STOPS, torch.int32)
         self.counts: Tensor | None = None
 
     def admit(self, slot: int, params: SamplingParams) -> None:
@@ -65,17 +65,23 @@ class SamplingSlots:
             self.counts[slot].zero_()
 
     def reserve(self) -> None:
-        """Allocates what penalties need, `counts_bytes`, unless it is there."""
+        """Allocates what penalties need, `counts_bytes`, unless it is there. Not while a graph is captured."""
         if self.counts is None:
-            self.counts = torch.zeros(len(self.table), self._row, dtype=torch.int16, device=self.device)
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            assert not capturing, "call reserve() before a step with penalties is captured"
+            self.counts = self._allocate(self._row, torch.int16)
 
     @property
     def counts_bytes(self) -> int:
-        return 2 * len(self.table) * self._row
+        return 2 * self._lines * self._row
 
     @property
     def _row(self) -> int:
         return self.vocab_size + self.vocab_size % 2  # kernels add to pairs
+
+    def _allocate(self, width: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # so that it can be written in either mode
+            return torch.zeros(self._lines, width, dtype=dtype, device=self.device)
 
     def needs(self, slots: list[int]) -> Needs:
         """Of a step with these rows; negative slots are padding."""
