@@ -15,6 +15,7 @@ from rose.layers.linear import FusedLinear, RowsLinear
 from rose.models.config import ModelError, read_json
 
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of layer norms in files from before 2019
+_COMPUTED = (".rotary_emb.inv_freq",)  # ends of names of buffers that old files hold
 _MAX_NAMED = 8  # tensors named in an error
 
 
@@ -79,7 +80,7 @@ class _Target:
             self._missing.update((name, part) for part in range(num_parts))
 
     def wants(self, name: str) -> bool:
-        return not any(form.startswith(self._unused) for form in self._forms(name)) if self._unused else True
+        return not name.endswith(_COMPUTED) and not any(form.startswith(self._unused) for form in self._forms(name))
 
     def load(self, name: str, tensor: Tensor, file: Path) -> None:
         """Copies one tensor to where it belongs. Raises ModelError if there is no such place or shape."""

@@ -60,6 +60,13 @@ def test_prefixes_old_names_and_unneeded_heads(bert_dir: Path) -> None:
     assert (vectors(bert_dir) == expected).all()
 
 
+def test_rotary_buffers_of_old_files_are_left_alone(tmp_path: Path) -> None:
+    save(hf.Qwen3Model, qwen3_config(), tmp_path)
+    expected = vectors(tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    assert (vectors(tmp_path) == expected).all()
+
+
 def test_missing_tensors_are_named(bert_dir: Path) -> None:
     rewrite(bert_dir, lambda weights: weights.pop("encoder.layer.1.attention.self.key.weight"))
     with pytest.raises(ModelError, match=r"lack encoder\.layer\.1\.attention\.self\.query_key_value\.weight"):
