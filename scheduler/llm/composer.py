@@ -46,7 +46,7 @@ class Composer:
             filling = Prefills(tables, room, self._residents, self._memory, self._pool, now)
             self._sharing.fill(filling, now)
             num_seqs, num_tokens = num_seqs - len(tables.prefills), num_decodes + room.num_tokens
-            decoding = decoding[self._lanes.generation[decoding] != NOWHERE]  # the others were preempted
+            decoding = self._untouched(tables, decoding)
         elif len(decoding):
             tables.draft_length = self._draft_length_of(len(decoding), num_tokens)
         self._add_decodes(tables, decoding, num_seqs, num_tokens)
@@ -71,6 +71,11 @@ class Composer:
         wanting = lanes.known[candidates] + lanes.min_new[candidates] < lanes.limit[candidates]
         wanting &= lanes.decoding[candidates]
         return candidates[wanting]
+
+    def _untouched(self, tables: Tables, candidates: Ints) -> Ints:
+        """Those that prefill has not preempted; one that it has let in again has a row already."""
+        lanes = self._lanes
+        return candidates[(lanes.generation[candidates] != NOWHERE) & (lanes.stepped[candidates] != tables.step)]
 
     def _draft_length_of(self, num_seqs: int, num_tokens: int) -> int:
         return min(self._draft_length(num_seqs), self._facts.max_draft_tokens, max(num_tokens // num_seqs - 1, 0))

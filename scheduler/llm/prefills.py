@@ -59,7 +59,9 @@ class Prefills:
     def admit(self, sequence: Sequence, max_tokens: int) -> int:
         """Into a slot, with its first chunk; returns its tokens. 0 where slot, blocks or room in the step are short."""
         residents, memory, tables = self._residents, self._memory, self._tables
-        if residents.lanes.in_flight[sequence.lane] or not memory.find_slot(tables, sequence, self._alone):
+        if residents.lanes.in_flight[sequence.lane] or not self._chunk(sequence, 1, max_tokens):
+            return 0
+        if not memory.find_slot(tables, sequence, self._alone):
             return 0
         hits = residents.find_hits(sequence)
         num_hit_tokens = len(hits) * residents.block_size

@@ -2,6 +2,7 @@
 tables and a real ring, through random admissions, chunks, drafts, aborts, preemptions, failed steps and lost epochs.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -87,10 +88,36 @@ def walk() -> Iterator[Walk]:
     made.close()
 
 
-def test_ten_thousand_random_steps(walk: Walk) -> None:
+def test_ten_thousand_random_steps() -> None:
     """Every finished request got the model's own tokens, once; memory is whole; nothing of an old epoch counted."""
+    seen: Counter[str] = Counter()
+    for walk, num_steps in (
+        (Walk(seed=20, acceptance=0.7, oom=0.004), NUM_STEPS * 7 // 10),
+        (Walk(seed=100, acceptance=1.0, oom=0.03), NUM_STEPS * 3 // 10),
+    ):
+        try:
+            _run(walk, num_steps)
+        finally:
+            walk.close()
+        figures = walk.stats.generation
+        assert figures is not None
+        seen += walk.seen
+        seen["preemptions"] += figures.num_preemptions
+        seen["prefix hits"] += figures.num_prefix_hit_tokens
+        seen["canaries"] += walk.stats.num_canaries
+        assert walk.stats.num_bad_canaries == 0
+    assert seen["planned on top of a step"] > NUM_STEPS / 4
+    for what in ("stop", "length", "aborted", "expired", "lost", "quarantined", "invalid", "non_finite"):
+        assert seen[what] > 0, f"no {what}"
+    for what in ("lost epochs", "lost in flight", "stale plans", "stale results", "failed steps"):
+        assert seen[what] > 0, f"no {what}"
+    for what in ("verify steps", "accepted drafts", "preemptions", "prefix hits", "canaries"):
+        assert seen[what] > 0, f"no {what}"
+
+
+def _run(walk: Walk, num_steps: int) -> None:
     busy = True
-    while walk.seen["steps"] < NUM_STEPS:
+    while walk.seen["steps"] < num_steps:
         if walk.random.random() < 0.01:
             busy = not busy  # quiet times let pure decode steps happen, and with them drafts
         walk.act(busy)
@@ -99,19 +126,6 @@ def test_ten_thousand_random_steps(walk: Walk) -> None:
     walk.drain()
     walk.check_nothing_left()
     walk.check_answers()
-    seen, figures = walk.seen, walk.stats.generation
-    assert figures is not None
-    assert seen["planned on top of a step"] > NUM_STEPS / 4
-    for what in ("stop", "length", "aborted", "expired", "lost", "quarantined", "invalid", "non_finite"):
-        assert seen[what] > 0, f"no {what}"
-    for what in ("lost epochs", "lost in flight", "stale plans", "stale results", "failed steps"):
-        assert seen[what] > 0, f"no {what}"
-    for what in ("verify steps", "accepted drafts"):
-        assert seen[what] > 0, f"no {what}"
-    assert figures.num_preemptions > 0
-    assert figures.num_prefix_hit_tokens > 0
-    assert walk.stats.num_canaries > 0
-    assert walk.stats.num_bad_canaries == 0
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
