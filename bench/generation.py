@@ -6,6 +6,7 @@ the streams of all repeats.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from bench.workloads import load_tokenizer
 
 AGREEMENT_PROMPTS, AGREEMENT_LENGTH, AGREEMENT_TOKENS = 8, 64, 16
 GOAL = ">= 1.0x"
+PAUSE_S = 0.3  # between peers: threads of the last one go to sleep
 
 
 class Case(Struct, frozen=True):
@@ -92,6 +94,7 @@ def measure(case: Case, peers: list[GeneratingPeer], inputs: TokenInputs, sample
     """All peers in turn, with the same fresh prompts."""
     prompts = inputs.take_ids(case.length, case.in_flight + case.num_requests)
     for peer in peers:
+        time.sleep(PAUSE_S)
         result = peer.generate(prompts, case.num_tokens, case.in_flight, case.in_flight)
         samples.setdefault((case.name, peer.name), []).append(result)
         say(f"{case.table:8s} {case.name:20s} {peer.name:14s} {summary(result)}")

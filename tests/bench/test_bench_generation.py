@@ -66,6 +66,7 @@ def run_with(peers: list[StillPeer], tmp_path: Path, monkeypatch: pytest.MonkeyP
     word_tokenizer(tmp_path)
     by_name = {peer.name: peer for peer in peers}
     monkeypatch.setattr(generation, "make_generating_peer", by_name.__getitem__)
+    monkeypatch.setattr(generation, "PAUSE_S", 0)
     report = new_report("generation", "cpu")
     cases = [Case("decode", 8, 4, 2, 4), Case("prefill", 8, 1, 1, 3)]
     options = Options(peers=[peer.name for peer in peers[1:]], cases=cases, repeats=2, alone=alone)
