@@ -5,7 +5,8 @@ go, new blocks) is a few launches on small tensors before it. Steps with prompts
 model, without a graph. Nothing on the way from plan to LazyTensor waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -21,10 +22,10 @@ from rose.attention.interface import AttentionShape
 from rose.attention.paged import PagedKV
 from rose.attention.paged_choice import PagedBackends
 from rose.attention.static import StaticAttention
-from rose.batch import Int32s
 from rose.config import RankConfig
 from rose.cuda_stream import Bytes, CudaStream, StepStream
-from rose.decode_buffers import DecodeBuffers, StagedOutputs
+from rose.decode_buffers import DecodeBuffers
+from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.generate_batch import GenerateRows, read_rows
 from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
@@ -73,6 +74,8 @@ class CudaDecoder:
         self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self.residents, facts)
         self._static = StaticDecoder(language_model, self.residents, self._buffers)
         self._failed_step = 0  # the newest that ran out of memory
+        self._masks = StagedMasks(facts, facts.num_steps_in_flight + 1, device)
+        self._unsettled: deque[Landing] = deque()  # steps whose tokens grammars have not seen
         self._num_rows = self._num_padding = 0
         self.graphs = GraphManager(
             self._policy(config),
@@ -90,13 +93,13 @@ class CudaDecoder:
     @torch.inference_mode()
     def generate(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Raises OutOfMemory: the tables hold, the rows did nothing."""
-        table = cast(Int32s, arrays["rows"][: plan.num_seqs])
-        decodes = plan.num_seqs > 0 and bool((table[:, GEN_KIND] == KIND_DECODE).all())
+        if plan.num_admissions:
+            self._settle()  # a slot's next sequence has another grammar
         if plan.last_applied < self._failed_step:
             self.residents.apply_tables(plan, arrays)
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
-        masked = self.residents.grammars.has_any(table[:, GEN_SLOT].tolist())  # by the CPU, amid the step
-        launch = self._decode if decodes and not masked else self._launch_any
+        decodes = plan.num_seqs > 0 and (arrays["rows"][: plan.num_seqs, GEN_KIND] == KIND_DECODE).all()
+        launch = self._decode if decodes else self._launch_any
         try:
             return launch(plan, arrays)
         except (RuntimeError, MemoryError) as error:
@@ -121,6 +124,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def attach(self, ring: StepRing | None) -> None:
+        self._unsettled.clear()
         self._decoder.clear()
         self._failed_step = 0
         self._stream.attach(None if ring is None else ring.memory)
@@ -150,34 +154,56 @@ class CudaDecoder:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def _decode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
-        """Decode rows only: one graph."""
+        """Decode rows only: one graph; with grammars among them, one up to the logits."""
         self.residents.apply_tables(plan, arrays)
         rows = read_rows(plan, arrays, self._facts, self.residents.host)
         needs = self.residents.sampler.needs(rows.slots.tolist())
-        key = self.key(plan.num_seqs, needs)
+        has_grammars = self.residents.grammars.has_any(rows.slots.tolist())
+        key = self.key(plan.num_seqs, None if has_grammars else needs)
         self._num_rows += plan.num_seqs
         self._num_padding += key.num_seqs - plan.num_seqs
         arrays["rows"][plan.num_seqs : key.num_seqs, GEN_SLOT] = self._nobody
         buffers, stream = self._buffers, self._stream
         stream.copy_in(buffers.table_bytes(key.num_seqs), buffers.slot_table(arrays, key.num_seqs))
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
+        if has_grammars:
+            self._settle()  # while the forward pass runs
+            self._static.finish(key, needs, self._masks.put(self.residents.grammars.masks(rows), key.num_seqs))
         num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
         stream.copy_out(buffers.outputs[:num_bytes], cast(Bytes, arrays["outputs"][:num_bytes]))
         lazy = stream.finish()
-        if (rows.status == STATUS_OK).all():
+        if not has_grammars and (rows.status == STATUS_OK).all():
             return lazy
-        return _Landing(lazy, partial(_fail_rows, rows.status.copy(), arrays))
+        landing = Landing(lazy, partial(self._land, rows, arrays))
+        if has_grammars:
+            self._unsettled.append(landing)
+        return landing
 
     def _launch_any(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Any rows, without a graph; outputs by way of page-locked memory."""
+        self._settle()
         staged, landing = self._staged.take(arrays)
         self._decoder.run(plan, staged)
-        return _Landing(self._stream.finish(), landing)
+        return Landing(self._stream.finish(), landing)
+
+    def _settle(self) -> None:
+        """Waits for the steps whose tokens masks depend on: grammars then know them all."""
+        while self._unsettled:
+            landing = self._unsettled.popleft()
+            while not landing.ready():
+                pass
+
+    def _land(self, rows: GenerateRows, arrays: Arrays) -> None:
+        """Rows that failed before the step ran took part, and answer nothing."""
+        failed = np.flatnonzero(rows.status != STATUS_OK)
+        arrays["status"][failed] = rows.status[failed]
+        arrays["num_tokens"][failed] = 0
+        self.residents.grammars.accept(rows, arrays["tokens"][: len(rows.table), 0].tolist())
 
     # --- shapes ---------------------------------------------------------------------------------------------
 
-    def key(self, num_rows: int, needs: Needs) -> GraphKey:
-        """Of a step of so many decode rows, with what their sampling needs."""
+    def key(self, num_rows: int, needs: Needs | None) -> GraphKey:
+        """Of a step of so many decode rows, with what their sampling needs; None: up to their logits."""
         padded = padded_seqs(num_rows, self._facts.max_num_seqs)
         return decode_key(padded, self._attention.choose(padded, 1), needs)
 
@@ -209,25 +235,6 @@ class CudaDecoder:
         return self._attention.static(attention_of(key), self._static.paged_rows(key), self._caches)
 
 
-class _Landing:
-    """A step's result with something left to do on the host once it is there."""
-
-    def __init__(self, lazy: LazyTensor, work: Callable[[], None]) -> None:
-        self._lazy = lazy
-        self._work: Callable[[], None] | None = work
-
-    def ready(self) -> bool:
-        if not self._lazy.ready():
-            return False
-        work, self._work = self._work, None
-        if work is not None:
-            work()
-        return True
-
-    def fileno(self) -> int:
-        return self._lazy.fileno()
-
-
 def paged_backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:
     """Raises ModelError for an override that cannot run here."""
     shape = AttentionShape(
@@ -244,13 +251,6 @@ def _key_bounds(rows: GenerateRows, num_seqs: int) -> list[int]:
     bounds = np.zeros(num_seqs + 1, np.int64)
     bounds[1 : len(rows.table) + 1] = rows.table[:, GEN_MAX_LENGTH]
     return bounds.cumsum().tolist()
-
-
-def _fail_rows(status: Int32s, arrays: Arrays) -> None:
-    """Rows that failed before the step ran: they took part, and answer nothing."""
-    failed = np.flatnonzero(status != STATUS_OK)
-    arrays["status"][failed] = status[failed]
-    arrays["num_tokens"][failed] = 0
 
 
 def _free_bytes() -> int:

@@ -4,11 +4,8 @@ One set serves all steps: they run one after the other on one stream, and so do 
 the slots of the ring.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,33 +86,3 @@ class DecodeBuffers:
 
 def _view(region: Tensor, offset: int, field: ArrayField) -> Tensor:
     return region[offset : offset + field.num_bytes].view(_DTYPES[field.dtype]).view(field.shape)
-
-
-class StagedOutputs:
-    """Page-locked memory that steps without a graph write their outputs to, for so many `num_steps` in flight, turn by
-    turn: a slot's own need not be page-locked, and a copy to memory that is not would wait for the device."""
-
-    def __init__(self, facts: ModelFacts, num_steps: int, device: torch.device) -> None:
-        self._layout = generate_layout(facts)
-        offsets, num_bytes = field_offsets(self._layout.outputs)
-        self._offsets = offsets
-        self._regions = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda").numpy()
-            for _ in range(num_steps)
-        ]
-        self._turn = 0
-
-    @property
-    def region_bytes(self) -> tuple[int, int]:
-        """Sizes of a slot's inputs and outputs."""
-        return field_offsets(self._layout.inputs)[1], len(self._regions[0])
-
-    def take(self, arrays: Arrays) -> tuple[Arrays, Callable[[], None]]:
-        """A slot's arrays with outputs staged; to be called when these are written: it puts them into the slot."""
-        region = self._regions[self._turn % len(self._regions)]
-        self._turn += 1
-        views = {
-            field.name: region[offset : offset + field.num_bytes].view(np.dtype(field.dtype)).reshape(field.shape)
-            for field, offset in zip(self._layout.outputs, self._offsets, strict=True)
-        }
-        return {**arrays, **views}, partial(np.copyto, arrays["outputs"], region)

@@ -27,9 +27,12 @@ class DecodeBatch(NamedTuple):
     positions: Tensor  # int32 [T]
 
 
-def decode_key(num_rows: int, attention: str, needs: Needs) -> GraphKey:
-    """Of decode steps with so many rows, padded ones included."""
-    names = [name for name, needed in needs._asdict().items() if needed]
+_FORWARD = "forward"  # in a key: its steps stop at the logits
+
+
+def decode_key(num_rows: int, attention: str, needs: Needs | None) -> GraphKey:
+    """Of decode steps with so many rows, padded ones included; `needs` None: of their forward pass alone."""
+    names = (_FORWARD,) if needs is None else (name for name, needed in needs._asdict().items() if needed)
     return GraphKey("decode", num_rows, num_rows, 1, "+".join((attention, *names)))
 
 
@@ -37,8 +40,10 @@ def attention_of(key: GraphKey) -> str:
     return key.backend.partition("+")[0]
 
 
-def needs_of(key: GraphKey) -> Needs:
-    return Needs(**dict.fromkeys(key.backend.split("+")[1:], True))
+def needs_of(key: GraphKey) -> Needs | None:
+    """Raises TypeError for a need that is not known."""
+    names = key.backend.split("+")[1:]
+    return None if names == [_FORWARD] else Needs(**dict.fromkeys(names, True))
 
 
 class StaticDecoder:
@@ -48,6 +53,7 @@ class StaticDecoder:
         self._model = model
         self._residents = residents
         self._buffers = buffers
+        self._logits: dict[GraphKey, Tensor] = {}  # float32 [R, V], of steps that stop there
 
     def paged_rows(self, key: GraphKey) -> PagedRows:
         """Where attention reads what a step of `key` is made of; filled by `forward`."""
@@ -61,16 +67,29 @@ class StaticDecoder:
     @torch.inference_mode()
     def forward(self, key: GraphKey, attend: Attend) -> None:
         """Enqueues a step: from the buffers' table and the slots to the slots and the buffers' outputs."""
-        buffers, slots, needs = self._buffers, self._residents.slots, needs_of(key)
-        rows = buffers.rows(key)
-        slot_rows(slots, rows)
+        rows = self._buffers.rows(key)
+        slot_rows(self._residents.slots, rows)
         hidden = cast(nn.Module, self._model)(DecodeBatch(rows.input_ids, rows.positions), attend)
         logits = self._model.logits(hidden)
         mark_non_finite(logits, rows.status)
-        draws = self._residents.sampler.sample(logits, rows.slots, rows.num_known, rows.num_output, needs=needs)
-        advance_rows(
-            slots, rows, draws.tokens[:, None], buffers.ones[: key.num_seqs], buffers.row_outputs(key.num_seqs)
+        needs = needs_of(key)
+        if needs is None:
+            self._logits[key] = logits  # of a graph: where every replay leaves them
+        else:
+            self._finish(key, logits, needs, None)
+
+    @torch.inference_mode()
+    def finish(self, key: GraphKey, needs: Needs, bitmask: Tensor) -> None:
+        """The rest of the last step of `key`, which has stopped at its logits; bitmask int32 [R, ceil(V / 32)]."""
+        self._finish(key, self._logits[key], needs, bitmask)
+
+    def _finish(self, key: GraphKey, logits: Tensor, needs: Needs, bitmask: Tensor | None) -> None:
+        buffers, rows = self._buffers, self._buffers.rows(key)
+        draws = self._residents.sampler.sample(
+            logits, rows.slots, rows.num_known, rows.num_output, needs=needs, bitmask=bitmask
         )
+        new, outputs = buffers.ones[: key.num_seqs], buffers.row_outputs(key.num_seqs)
+        advance_rows(self._residents.slots, rows, draws.tokens[:, None], new, outputs)
         if needs.logprobs:
             self._write_logprobs(draws)
 
