@@ -33,6 +33,7 @@ _RANGES: list[tuple[str, float, float]] = [
     ("num_steps_in_flight", 1, 8),
     ("num_.*", 1, 1024),
     ("max_body_bytes", 1024, _BIG),
+    ("kv_cache_bytes", 1, 2**50),
     ("max_.*", 1, _BIG),
     ("replica_wait_ms", 0, _DAY_MS),
     ("gateway_heartbeat_ms", 4_000, _DAY_MS),  # gateways say one every 500 ms, and notice a standstill of 3 s
