@@ -77,12 +77,15 @@ class EventSocket:
         self._drain_soon()
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """As Socket.send; also looks for messages afterwards, since sending can swallow the wake-up."""
+        """As Socket.send; also looks for messages afterwards where sending can swallow the wake-up."""
         try:
             self.socket.send(frames)
-        finally:
+        except SocketError:
             self._drain_soon()
-            self._stay_awake()
+            raise
+        if self.socket.edge_triggered:
+            self._drain_soon()
+        self._stay_awake()
 
     def close(self) -> None:
         if not self._closed:
@@ -101,10 +104,13 @@ class EventSocket:
 
     def _drain(self) -> None:
         self._scheduled = False
+        receive = self.socket.receive
         for _ in range(MAX_DRAIN):
             if self._closed:
                 return
-            frames = self.socket.receive()
+            frames = receive()
+            if not self.socket.edge_triggered:
+                receive = self.socket.next_read  # what comes later will wake the loop again
             if frames is None:
                 self._look_at_connection()
                 return

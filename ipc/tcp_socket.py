@@ -15,6 +15,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 class TcpSocket:
     """Its descriptor is edge-triggered: look for messages after every wake-up and after every send."""
 
+    edge_triggered = True
     connected = None  # its monitor tells
     retry_s = None
 
@@ -38,6 +39,8 @@ class TcpSocket:
             return self.raw.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return None
+
+    next_read = receive
 
     def poll(self, timeout_ms: int | None = None) -> bool:
         """Waits until `receive` has a message, or the time is over."""

@@ -171,6 +171,8 @@ class EncodePlanner:
         return _Step(number, [run.request.launch(run, number, now)], alone=True, suspect=True)
 
     def _next_batch(self, now: float, expired: list[Request]) -> _Step | None:
+        if not self._pool.has_waiting:
+            return None
         limit, budget = self._limit, self.facts.max_num_batched_tokens
         room = Room(limit.num_seqs, budget, float(limit.num_tokens))
         filling = StepFilling(self._pool, room, self._last_step + 1, now)

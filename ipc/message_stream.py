@@ -1,0 +1,142 @@
+"""Whole messages over one connected Unix socket, in and out; no call waits.
+
+On the stream a message is `<I number of frames, <I bytes of each frame, the frames`. Knows nothing of who is at the
+other end, nor of events.
+"""
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from ipc import socket_errors
+from ipc.socket_errors import HIGH_WATER_MARK, Frame, PeerFull
+
+BUFFER_BYTES = 64 << 10
+MAX_FRAMES = 64
+
+
+class Broken(Exception):
+    """The connection is at its end, or speaks another protocol."""
+
+
+class MessageStream:
+    """One connection: whole messages in and out, neither call waits."""
+
+    def __init__(self, raw: socket.socket) -> None:
+        raw.setblocking(False)
+        self.identity = b""
+        self.messages: deque[list[bytes]] = deque()
+        self._raw = raw
+        self._unsent: deque[memoryview] = deque()  # one a message
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._num_buffered = 0
+        self._large: memoryview | None = None  # a message that does not fit the buffer
+        self._num_large = 0
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Raises PeerFull, Broken."""
+        self.flush()
+        if len(self._unsent) >= HIGH_WATER_MARK:
+            raise PeerFull("peer's queue is full")
+        views = [memoryview(frame).cast("B") if isinstance(frame, memoryview) else frame for frame in frames]
+        parts = [struct.pack(f"<{len(views) + 1}I", len(views), *map(len, views)), *views]
+        num_sent = 0
+        if not self._unsent:
+            try:
+                num_sent = self._raw.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Broken from error
+        if num_sent < sum(map(len, parts)):
+            self._unsent.append(memoryview(b"".join(parts))[num_sent:])
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the peer takes it. Raises Broken."""
+        while self._unsent:
+            try:
+                num_sent = self._raw.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise Broken from error
+            self._unsent[0] = self._unsent[0][num_sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+
+    def read(self) -> bool:
+        """Reads once; tells whether there may be more. Raises Broken at the end."""
+        room = self._buffer[self._num_buffered :] if self._large is None else self._large[self._num_large :]
+        try:
+            count = self._raw.recv_into(room)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise Broken from error
+        if count == 0:
+            raise Broken
+        if self._large is None:
+            self._num_buffered += count
+            self._take_buffered()
+        else:
+            self._num_large += count
+            if self._num_large == len(self._large):
+                self.messages.append(_split(self._large))
+                self._large = None
+        return count == len(room)
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _take_buffered(self) -> None:
+        """Moves whole messages out of the buffer, and one too large for it into memory of its own."""
+        begin = 0
+        while num_bytes := _message_bytes(self._buffer[begin : self._num_buffered]):
+            end = begin + num_bytes
+            if end > self._num_buffered:
+                break
+            self.messages.append(_split(self._buffer[begin:end]))
+            begin = end
+        rest = self._num_buffered - begin
+        if num_bytes > BUFFER_BYTES:
+            self._large = memoryview(bytearray(num_bytes))
+            self._large[:rest] = self._buffer[begin : self._num_buffered]
+            self._num_large, rest = rest, 0
+        elif begin:
+            self._buffer[:rest] = bytes(self._buffer[begin : self._num_buffered])
+        self._num_buffered = rest
+
+
+def _message_bytes(data: memoryview) -> int:
+    """How many bytes the message that begins here has; 0 where that is not to be seen yet. Raises Broken."""
+    if len(data) < 4:
+        return 0
+    num_frames: int = struct.unpack_from("<I", data)[0]
+    if not 0 < num_frames <= MAX_FRAMES:
+        raise Broken
+    head = 4 * (num_frames + 1)
+    if len(data) < head:
+        return 0
+    lengths: tuple[int, ...] = struct.unpack_from(f"<{num_frames}I", data, 4)
+    if max(lengths) > socket_errors.MAX_MESSAGE_BYTES:
+        raise Broken
+    return head + sum(lengths)
+
+
+def _split(message: memoryview) -> list[bytes]:
+    num_frames: int = struct.unpack_from("<I", message)[0]
+    lengths = struct.unpack_from(f"<{num_frames}I", message, 4)
+    at = 4 * (num_frames + 1)
+    frames = []
+    for length in lengths:
+        frames.append(bytes(message[at : at + length]))
+        at += length
+    return frames
