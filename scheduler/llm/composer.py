@@ -75,7 +75,9 @@ class Composer:
     def _untouched(self, tables: Tables, candidates: Ints) -> Ints:
         """Those that prefill has not preempted; one that it has let in again has a row already."""
         lanes = self._lanes
-        return candidates[(lanes.generation[candidates] != NOWHERE) & (lanes.stepped[candidates] != tables.step)]
+        untouched: Flags = lanes.generation[candidates] != NOWHERE
+        untouched &= lanes.stepped[candidates] != tables.step
+        return candidates[untouched]
 
     def _draft_length_of(self, num_seqs: int, num_tokens: int) -> int:
         return min(self._draft_length(num_seqs), self._facts.max_draft_tokens, max(num_tokens // num_seqs - 1, 0))

@@ -117,7 +117,10 @@ class StatefulRank:
             self._failed_step = plan.step
             return StepFailed(plan.epoch, plan.step, "oom", "as ordered")
         prompt_lines: Lines = []
-        for index, row in enumerate(arrays["rows"][: plan.num_seqs].tolist()):
+        rows = arrays["rows"][: plan.num_seqs].tolist()
+        assert len({row[columns.GEN_SLOT] for row in rows}) == len(rows), "two rows of one slot"
+        assert sum(row[columns.GEN_NUM_TOKENS] for row in rows) <= self.facts.max_num_batched_tokens
+        for index, row in enumerate(rows):
             self._run_row(index, row, plan, arrays, prompt_lines)
         for line, (token, logprob) in enumerate(prompt_lines):
             arrays["prompt_logprobs"][line] = logprob

@@ -48,7 +48,7 @@ class Walk(GenerationSim):
         )
         changes = {
             "priority": "bulk" if draw.random() < 0.3 else "interactive",
-            "timeout_ms": draw.randint(20, 500) if draw.random() < 0.02 else 10**9,
+            "timeout_ms": draw.randint(10, 200) if draw.random() < 0.05 else 10**9,
             "attempt": draw.choice([1, 1, 1, 2]),
             "cache_salt": draw.choice([b"", b"", b"other"]),
         }
