@@ -1,8 +1,9 @@
 """A language model's steps on a GPU. See rose.decoder_runner for the interface.
 
 A step of decode rows alone is one copy in, one graph, one copy out; what else a step may hold (sequences that come and
-go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way through the
-model, without a graph. Nothing on the way from plan to LazyTensor waits for the device.
+go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way; of small ones
+the forward pass is a graph. Nothing on the way from plan to LazyTensor waits for the device, but with grammars: the
+masks of a step need the tokens of the one before, and its forward pass runs meanwhile.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ from rose.decode_buffers import DecodeBuffers
 from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.generate_batch import GenerateRows, read_rows
-from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
+from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
 from rose.lazy_tensor import as_step_error
@@ -38,6 +39,7 @@ from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
 from rose.shape_list import read_shapes, write_shapes
 from rose.static_decoder import StaticDecoder, attention_of, decode_key, needs_of
+from rose.static_forward import MAX_TOKENS, StaticForward
 
 COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True))  # captured ahead, if anything is
 
@@ -71,8 +73,18 @@ class CudaDecoder:
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config.attention)
-        self._decoder = Decoder(DecoderParts(language_model, caches, self._attention), self.residents, facts)
         self._static = StaticDecoder(language_model, self.residents, self._buffers)
+        max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
+        max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
+        self._small = StaticForward(
+            language_model,
+            self.residents.slots,
+            max_tokens=min(max_tokens, facts.max_num_batched_tokens),
+            max_num_seqs=facts.max_num_seqs,
+            attention="triton",
+            run=lambda key: self.graphs.run(key, [0] * (key.num_seqs + 1)),
+        )
+        self._decoder = Decoder(DecoderParts(self._small, caches, self._attention), self.residents, facts)
         self._failed_step = 0  # the newest that ran out of memory
         self._masks = StagedMasks(facts, facts.num_steps_in_flight + 1, device)
         self._unsettled: deque[Landing] = deque()  # steps whose tokens grammars have not seen
@@ -82,7 +94,7 @@ class CudaDecoder:
             self._stream,
             attention=self._static_attention,
             attend_once=lambda key, _: self._static_attention(key),
-            forward=self._static.forward,
+            forward=lambda key, attend: self._static_of(key).forward(key, attend),
             free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,
         )
@@ -213,12 +225,18 @@ class CudaDecoder:
         if config.capture == "eager":
             sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
             known += [self.key(size, needs) for needs in COMMON_NEEDS for size in sizes]
-        return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most, known=dict.fromkeys(known))
+        most_tokens = max(most, padded_tokens(self._small.max_tokens))
+        known = list(dict.fromkeys(known))
+        return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most_tokens, known=known)
 
     def _is_ours(self, key: GraphKey) -> bool:
         """Whether steps can still have this key: limits and choices may have changed since it was listed."""
+        if key.num_seqs > self._facts.max_num_seqs:
+            return False
+        if key.q == 0:
+            return self._small.fits(key)
         try:
-            return key.num_seqs <= self._facts.max_num_seqs and key == self.key(key.num_seqs, needs_of(key))
+            return key == self.key(key.num_seqs, needs_of(key))
         except TypeError:  # sampling has no such need any more
             return False
 
@@ -228,11 +246,16 @@ class CudaDecoder:
 
     def _fill(self, key: GraphKey) -> list[int]:
         """Makes the buffers a step of nobody's rows."""
+        if key.q == 0:
+            self._small.clear(key)
         self._buffers.table[: key.num_seqs, GEN_SLOT] = self._nobody
         return [0] * (key.num_seqs + 1)
 
     def _static_attention(self, key: GraphKey) -> StaticAttention:
-        return self._attention.static(attention_of(key), self._static.paged_rows(key), self._caches)
+        return self._attention.static(attention_of(key), self._static_of(key).paged_rows(key), self._caches)
+
+    def _static_of(self, key: GraphKey) -> StaticDecoder | StaticForward:
+        return self._static if key.q else self._small
 
 
 def paged_backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:

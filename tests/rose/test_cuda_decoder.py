@@ -26,6 +26,7 @@ from tests.rose.tiny_lm import EOS_TOKEN_ID, write_llama, write_qwen3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {
     "max_num_seqs": 5, "max_num_batched_tokens": 48, "max_model_len": 80, "kv_cache_bytes": 1 << 20,
+    "max_graph_tokens": 0,  # of prompts; the interpreter is slow, and padding is work
 }  # fmt: skip
 
 
@@ -193,6 +194,28 @@ def test_prompts_beside_decoding_rows(tiny: Path) -> None:
         found.append([seq.tokens for seq in (first, second, third)])
         driver.close()
     assert found[1] == found[0]
+
+
+def test_small_steps_with_prompts_are_graphs_too(tiny: Path) -> None:
+    """Prompts alone, in chunks and beside decoding rows, all of one shape once padded."""
+    (tiny / "shapes.json").unlink(missing_ok=True)
+    found = []
+    for make in (Driver, StaticDriver):
+        driver = make(tiny, **SIZES | {"max_graph_tokens": 40})
+        seqs = [Seq(prompt(length, seed)) for seed, length in enumerate((7, 12, 3, 41))]
+        driver.run([Row(seqs[0], 7, KIND_PREFILL), Row(seqs[1], 9, KIND_PREFILL)], admit=seqs[:2])
+        driver.run([Row(seqs[1], 3, KIND_PREFILL), Row(seqs[0])])
+        driver.run([Row(seqs[0]), Row(seqs[2], 3, KIND_PREFILL)], admit=seqs[2:3])
+        driver.run([Row(seqs[3], 41, KIND_PREFILL)], admit=seqs[3:])  # too large
+        driver.decode(seqs, 1)
+        found.append([seq.tokens for seq in seqs])
+    assert found[1] == found[0]
+    assert [(key.num_seqs, key.num_tokens, key.q) for key in driver.decoder.graphs.keys] == [(2, 64, 0)]
+    assert driver.decoder.figures()["graph_replays_total"] == 2
+    driver = StaticDriver(tiny, capture="list", max_graph_tokens=40)
+    while driver.decoder.idle_work:
+        driver.decoder.idle()
+    assert driver.stream.num_captures == 1
 
 
 def test_steps_launched_before_the_last_is_answered(tiny: Path) -> None:

@@ -1,16 +1,21 @@
 """Generation on a real GPU: logits against float32, graphs against none, two steps in flight against one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench.micro.random_decoders import GREEDY, Pass, Seated, llama_8b, random_model
+from ipc.step import KIND_PREFILL
 from ipc.types import SamplingParams
 from rose.attention.paged_reference import ReferencePagedBackend
 from rose.attention.paged_triton import TritonPagedBackend
 from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelConfig
+from tests.rose.decoder_driving import Driver, Row, Seq
+from tests.rose.test_cuda_decoder import prompt
+from tests.rose.tiny_lm import write_llama
 
 pytestmark = pytest.mark.gpu
 
@@ -98,3 +103,25 @@ def test_log_probabilities_are_of_the_logits() -> None:
         assert (arrays["logprobs"][:4, 0] == arrays["top_logprobs"][:4, 0, 0]).all()
         assert (arrays["top_logprobs"][:4, 0, :5] <= 0).all()
     bench.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"capture": "off"}, {"max_graph_tokens": 16}], ids=str)
+def test_the_runner_gives_the_cpus_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Prompts whole, in chunks and beside decoding rows, in half precision; the model has few near ties."""
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": 200, "kv_cache_bytes": 4 << 20}
+    write_llama(tmp_path, tokenizer=True)
+    found = []
+    for device in ({"device": "cpu"}, {"device": "cuda", "dtype": "float16", **settings}):
+        driver = Driver(tmp_path, **sizes, **device)
+        seqs = [Seq(prompt(length, seed)) for seed, length in enumerate((37, 5, 64, 1))]
+        driver.prefill(seqs[0], chunk=16)
+        driver.run([Row(seqs[1], 5, KIND_PREFILL), Row(seqs[0])], admit=seqs[1:2])
+        driver.prefill(seqs[2], chunk=64)
+        driver.run([Row(seqs[0]), Row(seqs[3], 1, KIND_PREFILL), Row(seqs[1])], admit=seqs[3:])
+        driver.decode(seqs, 12)
+        ruled = Seq(prompt(9, 9), SamplingParams(temperature=1.0, seed=3, grammar="start: /[xyz]{6}/"))
+        driver.prefill(ruled)
+        driver.decode([ruled, *seqs], 6)
+        found.append([seq.tokens for seq in (*seqs, ruled)])
+        driver.close()
+    assert found[1] == found[0]
