@@ -140,7 +140,6 @@ class Answers:
 
     def _ending(self, sequence: Sequence, reason: FinishReason) -> dict[str, object]:
         lanes, lane, request = self._lanes, sequence.lane, sequence.request
-        self._figures.num_prompt_tokens += sequence.num_prompt
         return {
             "finish_reason": reason,
             "num_prompt_tokens": sequence.num_prompt,
@@ -179,7 +178,9 @@ class Answers:
         if again.any():
             observe_all(figures.inter_token_seconds, (now - told[again]) / taken[again])
         for lane in rows[got & (told == 0)].tolist():
-            figures.first_token_seconds.observe(now - lanes.at(lane).request.arrival)
+            sequence = lanes.at(lane)
+            figures.num_prompt_tokens += sequence.num_prompt
+            figures.first_token_seconds.observe(now - sequence.request.arrival)
         lanes.told_at[rows[got]] = now
 
 

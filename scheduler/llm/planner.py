@@ -137,7 +137,9 @@ class GeneratePlanner:
         if reason == RANKS_AWAY:
             sequences = [sequence for sequence in sequences if self.roster.may_go_elsewhere(sequence)]
         code = ABORT_CODES.get(reason, "aborted")
-        replies = [self.roster.reject(sequence, code, f"ended before it was done: {reason}") for sequence in sequences]
+        message = f"ended before it was done: {reason}"
+        outcome = "ok" if reason == "stop" else code  # the gateway has found a stop string
+        replies = [self.roster.reject(sequence, code, message, outcome=outcome) for sequence in sequences]
         self.roster.publish(len(self._in_flight))
         return replies
 

@@ -69,9 +69,16 @@ class Roster:
         return replies + [self.reject(each, "out_of_memory", message, 0) for each in misfits if not each.done]
 
     def reject(
-        self, sequence: Sequence, code: RejectCode, message: str, index: int | None = None, retry_after_ms: int = 0
+        self,
+        sequence: Sequence,
+        code: RejectCode,
+        message: str,
+        index: int | None = None,
+        retry_after_ms: int = 0,
+        outcome: str | None = None,
     ) -> Reply:
-        self.end(sequence, code)
+        """Ends it; `outcome` is what it is counted as, if not `code`."""
+        self.end(sequence, outcome or code)
         return Reply(sequence.gateway, sequence.request.rejection(code, message, index, retry_after_ms))
 
     def end(self, sequence: Sequence, outcome: str) -> None:

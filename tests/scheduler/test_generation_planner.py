@@ -193,6 +193,18 @@ def test_an_abort_ends_it_wherever_it_is(make: Make, steps: int) -> None:
     assert sim.clients[1].end == "length"
 
 
+def test_a_stop_string_ends_it_well(make: Make) -> None:
+    sim = make()
+    add_many(sim, 1, length=20, max_tokens=30)
+    for _ in range(3):
+        sim.run_step()
+    sim.abort(0, "stop")
+    assert message_of(sim, 0).code == "aborted"
+    assert dict(sim.stats.requests) == {"ok": 1}
+    assert sim.stats.generation is not None
+    assert sim.stats.generation.num_prompt_tokens == 20
+
+
 def test_deadlines_end_those_that_wait_and_those_that_run(make: Make) -> None:
     sim = make(max_num_seqs=1)
     add_many(sim, 2, length=20, max_tokens=90, timeout_ms=200)
