@@ -1,4 +1,4 @@
-"""The default chat model through the whole stack, by the OpenAI SDK, against what transformers gives."""
+"""The two default models on one stack, by the OpenAI SDK; the chat model against what transformers gives."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.goldens import GoldenPrompt, read_goldens
 from tests.integration.stack import Stack
 
-MODEL = "smollm2-135m-instruct"
+MODEL, EMBEDDER = "smollm2-135m-instruct", "all-minilm-l6-v2"
 GOLDENS = {golden.name: golden for golden in read_goldens("smollm2")}
 GRAVITY: list[Any] = [{"role": "user", "content": "What is gravity?"}]
 NUM_TOKENS = 16  # of the goldens' 64
@@ -25,8 +25,8 @@ FLOWER = {
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("bq"), {MODEL: smollm2_dir}) as made:
+def stack(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir: Path) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("bq"), {MODEL: smollm2_dir, EMBEDDER: minilm_dir}) as made:
         yield made
 
 
@@ -147,7 +147,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
 
 
 def test_a_forced_tool_call(client: openai.OpenAI) -> None:
-    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     made = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Paris?"}],
@@ -160,12 +160,30 @@ def test_a_forced_tool_call(client: openai.OpenAI) -> None:
     assert calls is not None
     assert calls[0].type == "function"
     assert calls[0].function.name == "weather"
-    assert isinstance(json.loads(calls[0].function.arguments)["city"], str)
+    assert json.loads(calls[0].function.arguments)["city"] in ("Paris", "Rome")
     assert made.choices[0].finish_reason == "tool_calls"
+
+
+def test_embedding_goes_on_beside_a_stream(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    def embed() -> list[float]:
+        return client.embeddings.create(model=EMBEDDER, input="tulips from Amsterdam").data[0].embedding
+
+    alone, beside, pieces = embed(), [], []
+    for chunk in client.chat.completions.create(
+        model=MODEL, messages=GRAVITY, temperature=0, max_tokens=NUM_TOKENS, stream=True
+    ):
+        pieces.append(chunk.choices[0].delta.content or "")
+        if len(beside) < 4:
+            beside.append(embed())
+    assert "".join(pieces) == answer(GOLDENS["chat"], tokenizer)
+    for vector in beside:
+        assert vector == pytest.approx(alone, abs=1e-5)
 
 
 def test_what_cannot_be_is_said(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.completions.create(model=MODEL, prompt=[5] * 8192, max_tokens=8)
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match=MODEL):
         client.embeddings.create(model=MODEL, input="a language model does not embed")
+    with pytest.raises(openai.BadRequestError, match=EMBEDDER):
+        client.chat.completions.create(model=EMBEDDER, messages=GRAVITY)
