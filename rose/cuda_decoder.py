@@ -72,7 +72,7 @@ class CudaDecoder:
         self._buffers = DecodeBuffers(facts, self.residents.slots.block_table.shape[1], device)
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
-        self._attention = paged_backends(model_config, caches[0].k.dtype, device, config.attention)
+        self._attention = paged_backends(model_config, caches[0].k.dtype, device, config)
         self._static = StaticDecoder(language_model, self.residents, self._buffers)
         max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
         max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
@@ -258,13 +258,13 @@ class CudaDecoder:
         return self._static if key.q else self._small
 
 
-def paged_backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, override: str) -> PagedBackends:
-    """Raises ModelError for an override that cannot run here."""
+def paged_backends(model: ModelConfig, dtype: torch.dtype, device: torch.device, config: RankConfig) -> PagedBackends:
+    """Raises ModelError for an attention backend that cannot run here."""
     shape = AttentionShape(
         model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim**-0.5, model.causal
     )
     try:
-        return PagedBackends(shape, dtype, device, override=override)
+        return PagedBackends(shape, dtype, device, override=config.attention, num_plans=config.num_steps_in_flight + 2)
     except ValueError as error:
         raise ModelError(str(error)) from None
 

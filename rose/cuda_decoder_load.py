@@ -39,7 +39,7 @@ def load_cuda_decoder(
     shape = KVShape.of(model_config, dtype)
     budget = config.kv_cache_bytes
     if budget is None:
-        attention = paged_backends(model_config, dtype, device, config.attention)
+        attention = paged_backends(model_config, dtype, device, config)
         run_largest_step(cast(LanguageModel, model), facts, shape, attention, device)
         budget = max(0, cuda_budget_bytes(config.memory_fraction, device) - GRAPH_BYTES)
     num_blocks = num_blocks_for(

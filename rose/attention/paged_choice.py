@@ -4,10 +4,11 @@ The choice follows from (heads, head_dim, number of rows, queries of a row), nev
 every replay of a graph agrees. bench/micro/decode_step.py measures the table (paged_choice_table.py).
 """
 
+import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from math import log2
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,30 +30,55 @@ class PagedChoice(NamedTuple):
     backend: str
 
 
-class PagedBackends:
-    """`override` names the one to use, or is auto. Raises ValueError for one that cannot run here."""
+class _StaticBackend(Protocol):
+    def static(self, rows: PagedRows, caches: Sequence[PagedKV], shape: AttentionShape) -> StaticAttention: ...
 
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, override: str) -> None:
-        self._shape = shape
-        self._made = {"triton": TritonPagedBackend()}
-        if override not in ("auto", *self._made):
+
+class PagedBackends:
+    """`override` names the one to use, or is auto; `num_plans` is how many steps' plans may be pending.
+
+    Raises ValueError for an override that cannot run here.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, override: str, num_plans: int
+    ) -> None:
+        self._shape, self._dtype, self._device, self._num_plans = shape, dtype, device, num_plans
+        self._triton = TritonPagedBackend()
+        self._made: dict[str, _StaticBackend] = {"triton": self._triton}
+        self._available = available(shape, device)
+        if override not in ("auto", *self._available):
             raise ValueError(
                 f"attention backend {override!r} is not available here for language models: "
-                f"use auto or {', '.join(self._made)}"
+                f"use auto or {', '.join(self._available)}"
             )
         self._override = None if override == "auto" else override
         self.choose = cache(self._choose)
 
     def paged(self, rows: PagedRows, caches: Sequence[PagedKV]) -> Attend:
         """One forward pass of a step that has no graph."""
-        return self._made["triton"].paged(rows, caches)
+        return self._triton.paged(rows, caches)
 
     def static(self, name: str, rows: PagedRows, caches: Sequence[PagedKV]) -> StaticAttention:
         """For graphs over the device's `rows`. `prepare` is given offsets of the rows' bounds of keys."""
+        if name not in self._made:
+            from rose.attention.paged_flashinfer import FlashInferPagedBackend
+
+            self._made[name] = FlashInferPagedBackend(self._device, self._dtype, num_plans=self._num_plans)
         return self._made[name].static(rows, caches, self._shape)
 
     def _choose(self, num_rows: int, q: int) -> str:
-        return self._override or choose(self._shape, num_rows, q, available=tuple(self._made))
+        return self._override or choose(self._shape, num_rows, q, available=self._available)
+
+
+def available(shape: AttentionShape, device: torch.device) -> tuple[str, ...]:
+    """Backends that can run decode rows of `shape` here, the first serving where nothing was measured.
+
+    fa2 is FlashInfer's tensor-core decode, which is its fa2 kernel.
+    """
+    if device.type == "cuda" and shape.head_dim in (64, 128) and importlib.util.find_spec("flashinfer") is not None:
+        return ("triton", "fa2")
+    return ("triton",)
 
 
 def choose(

@@ -333,7 +333,7 @@ def test_the_largest_step_runs_before_there_is_a_cache(tiny: Path) -> None:
     config = read_config(tiny)
     model = load_model(tiny, config, read_task(tiny, config, "generate"), DEVICE, torch.float32)
     facts = StaticDriver(tiny).facts
-    attention = paged_backends(config, torch.float32, DEVICE, "auto")
+    attention = paged_backends(config, torch.float32, DEVICE, RankConfig())
     sizes = {"max_num_batched_tokens": 20, "max_model_len": 12}
     seen = []
     model.logits = lambda hidden: seen.append(hidden) or hidden
