@@ -11,11 +11,15 @@ import transformers
 from tokenizers import Tokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gateway.models import load_model
+from rose.models.config import read_config
+from rose.models.task import GenerateTask, read_task
 from services import gguf_files
 from services.gguf_files import MODEL_FILE, is_prepared, llama3_factors, prepare
 from services.source_names import SourceError
 from tests.services.gguf_writing import HIDDEN, SPECIAL, train_bpe, write_gguf
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 TEXTS = [
     "12345 roses, 2024 tulips; it's a rose isn't it? WE'LL SEE",
     "  leading, trailing  \n\n\ttabs\r\nand\u00a0more ",
@@ -96,6 +100,25 @@ def test_llama3_scaling_is_found_again_in_its_factors(tmp_path: Path) -> None:
     found = read(prepared(tmp_path, tensors={"rope_freqs.weight": factors}, **values), "config.json")["rope_scaling"]
     assert found == {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
     assert llama3_factors(64, 500_000.0, found) == pytest.approx(factors, rel=1e-5)
+
+
+def test_the_rank_and_the_gateway_read_what_was_written(tmp_path: Path) -> None:
+    factors = np.array(llama3_factors(4, 1e7, LLAMA3), np.float32)
+    llama, qwen3 = tmp_path / "llama", tmp_path / "qwen3"
+    for directory in (llama, qwen3):
+        directory.mkdir()
+    prepared(llama, tensors={"rope_freqs.weight": factors}, llama__rope__freq_base=1e7)
+    prepared(qwen3, arch="qwen3", pre="qwen2", tensors={"output.weight": np.zeros((300, HIDDEN), np.float32)})
+    for directory, tied in ((llama, True), (qwen3, False)):
+        config = read_config(directory)
+        assert (config.tie_word_embeddings, config.head_dim, config.max_model_len) == (tied, 4, 128)
+        task = read_task(directory, config, "auto")
+        assert isinstance(task, GenerateTask)
+        assert set(task.eos_token_ids) == {0, 2}
+        assert load_model("m", directory).tokenizer.special_ids("<|im_end|>a")[0] == 2
+    scaling = read_config(llama).rope_scaling
+    assert scaling is not None
+    assert scaling.factor == LLAMA3["factor"]
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
