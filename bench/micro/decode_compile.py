@@ -16,6 +16,7 @@ from bench.micro.compile_kernels import compile_only, usage, zeros
 from ipc.types import ModelFacts
 from rose.decode_buffers import DecodeBuffers
 from rose.graph_policy import GraphKey
+from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
@@ -74,6 +75,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield name, lambda a=(heads, q, splits): attend(*a)
         yield f"prefill {heads}", lambda h=heads: prefill(h)
     yield "kv_append", append
+    for count in (1, 128):
+        yield (
+            f"flat_table {count}",
+            lambda n=count: flat_table(int32s(n), int32s(n, 77), 16, int32s(n + 1), int32s(n * 77), int32s(n)),
+        )
     for limits in LIMITS:
         for q in {1, limits[2] + 1}:
             yield f"rows {limits} q{q}", lambda a=(*limits, q): rows(*a)
