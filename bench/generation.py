@@ -5,6 +5,7 @@ is timed, continuations are compared. Peers take turns unless they have to have 
 the streams of all repeats.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -47,11 +48,9 @@ CPU_CASES = [
     Case("decode", 128, 64, 8, 16),
     Case("prefill", 512, 1, 1, 8),
 ]
-GPU_CASES = [
-    Case("decode", length, 128, in_flight, max(4, 2 * in_flight))
-    for length in (512, 8192)
-    for in_flight in (1, 8, 32, 128)
-] + [Case("prefill", length, 1, 1, 16) for length in (512, 8192)]
+GPU_CASES = [Case("decode", 512, 128, in_flight, max(4, 2 * in_flight)) for in_flight in (1, 8, 32, 128)] + [
+    Case("prefill", length, 1, 1, 16) for length in (512, 8192)
+]
 
 Samples = dict[tuple[str, str], list[LoadResult]]  # (case, peer) → one a repeat
 
@@ -67,7 +66,8 @@ class Options(Struct, frozen=True):
 def run(report: Report, setup: GeneratingSetup, options: Options, save: Callable[[Report], object]) -> None:
     """Fills `report`, and saves it after every repeat."""
     inputs = TokenInputs(load_tokenizer(setup.model_dir), read_passages(options.passages))
-    probes = inputs.take_ids(AGREEMENT_LENGTH, AGREEMENT_PROMPTS)
+    vocab_size = json.loads((setup.model_dir / "config.json").read_text())["vocab_size"]
+    probes = inputs.take_ids(AGREEMENT_LENGTH, AGREEMENT_PROMPTS, below=vocab_size)
     peers = [make_generating_peer(name) for name in ("ours", *options.peers)]
     samples: Samples = {}
     texts: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def run(report: Report, setup: GeneratingSetup, options: Options, save: Callable
             for repeat in range(options.repeats):
                 turn = repeat % len(group)
                 for case in options.cases:
-                    measure(case, group[turn:] + group[:turn], inputs, samples)
+                    measure(case, group[turn:] + group[:turn], inputs, samples, vocab_size)
                 report.rows = rows(options.cases, peers, samples)
                 save(report)
     report.notes += agreement(peers, texts)
@@ -90,9 +90,11 @@ def run(report: Report, setup: GeneratingSetup, options: Options, save: Callable
     }
 
 
-def measure(case: Case, peers: list[GeneratingPeer], inputs: TokenInputs, samples: Samples) -> None:
+def measure(
+    case: Case, peers: list[GeneratingPeer], inputs: TokenInputs, samples: Samples, vocab_size: int | None = None
+) -> None:
     """All peers in turn, with the same fresh prompts."""
-    prompts = inputs.take_ids(case.length, case.in_flight + case.num_requests)
+    prompts = inputs.take_ids(case.length, case.in_flight + case.num_requests, below=vocab_size)
     for peer in peers:
         time.sleep(PAUSE_S)
         result = peer.generate(prompts, case.num_tokens, case.in_flight, case.in_flight)

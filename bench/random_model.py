@@ -1,9 +1,10 @@
-"""Qwen3-shaped directories with seeded random weights: good for speed and agreement, useless for search.
+"""Directories of Qwen3's or Llama's shape with seeded random weights: good for speed and agreement, useless for search.
 
-    python -m bench.random_model DIRECTORY --tokenizer tokenizer.json [--size 0.6b | tiny]
+    python -m bench.random_model DIRECTORY --tokenizer tokenizer.json [--size 0.6b | tiny | llama-8b]
 
 writes `embed` (Qwen3-Embedding: causal, last token, normalised), `score` (Qwen3-Reranker: "yes" against "no"), `pplx`
-(bidirectional, mean, not normalised) and `generate` (Qwen3, tied) into DIRECTORY; one weights file, linked.
+(bidirectional, mean, not normalised) and `generate` (Qwen3, tied) into DIRECTORY; one weights file, linked. Of
+llama-8b only `generate`, with a head of its own.
 Projections back into the stream are small, as in a trained model, so that a vector depends on the whole text and bf16
 does it no harm.
 """
@@ -14,7 +15,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct
@@ -26,7 +27,7 @@ KINDS = ("embed", "score", "pplx")  # of the tables
 
 
 class Shape(Struct, frozen=True):
-    """A Qwen3 model's sizes."""
+    """A Qwen3 or Llama model's sizes."""
 
     num_layers: int = 28
     hidden: int = 1024
@@ -36,26 +37,39 @@ class Shape(Struct, frozen=True):
     intermediate: int = 3072
     vocabulary: int = 151_669
     positions: int = 32_768
+    model_type: Literal["qwen3", "llama"] = "qwen3"
+
+    @property
+    def is_llama(self) -> bool:
+        return self.model_type == "llama"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("generate",) if self.is_llama else (*KINDS, "generate")
 
 
 SHAPES = {
     "0.6b": Shape(),
     "tiny": Shape(num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate=96, positions=8192),
+    "llama-8b": Shape(
+        num_layers=32, hidden=4096, num_heads=32, intermediate=14_336, vocabulary=128_256, model_type="llama"
+    ),
 }
 
 
 def write_models(target: Path, tokenizer: Path, shape: Shape) -> dict[str, Path]:
     """Kind → directory; what is there already is kept. `tokenizer` is a tokenizer.json of Qwen's vocabulary."""
-    directories = {kind: target / kind for kind in (*KINDS, "generate")}
+    directories = {kind: target / kind for kind in shape.kinds}
     if all((directory / "complete").exists() for directory in directories.values()):
         return directories
     for directory in directories.values():
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-    weights = directories["embed"] / "model.safetensors"
+    first, *others = directories.values()
+    weights = first / "model.safetensors"
     save_file(random_weights(shape), str(weights), metadata={"format": "pt"})
     for kind, directory in directories.items():
-        if kind != "embed":
+        if directory in others:
             os.link(weights, directory / weights.name)
         shutil.copyfile(tokenizer, directory / "tokenizer.json")
         for name, content in _files(kind, shape).items():
@@ -82,6 +96,8 @@ def random_weights(shape: Shape) -> dict[str, torch.Tensor]:
         "model.embed_tokens.weight": normal(shape.vocabulary, hidden, EMBEDDING_STD),
         "model.norm.weight": near_one(hidden),
     }
+    if shape.is_llama:
+        weights["lm_head.weight"] = normal(shape.vocabulary, hidden, EMBEDDING_STD)
     for index in range(shape.num_layers):
         layer = f"model.layers.{index}."
         for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
@@ -90,7 +106,7 @@ def random_weights(shape: Shape) -> dict[str, torch.Tensor]:
         for name in ("gate", "up"):
             weights[f"{layer}mlp.{name}_proj.weight"] = normal(shape.intermediate, hidden, hidden**-0.5)
         weights[f"{layer}mlp.down_proj.weight"] = normal(hidden, shape.intermediate, back * shape.intermediate**-0.5)
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+        for name in () if shape.is_llama else ("self_attn.q_norm", "self_attn.k_norm"):
             weights[f"{layer}{name}.weight"] = near_one(shape.head_dim)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}{name}.weight"] = near_one(hidden)
@@ -132,10 +148,11 @@ def _files(kind: str, shape: Shape) -> dict[str, Any]:
 
 
 def _config(kind: str, shape: Shape) -> dict[str, Any]:
-    bidirectional = kind == "pplx"
+    names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "bidirectional_pplx_qwen3": "PPLXQwen3Model"}
+    model_type = "bidirectional_pplx_qwen3" if kind == "pplx" else shape.model_type
     return {
-        "architectures": ["PPLXQwen3Model" if bidirectional else "Qwen3ForCausalLM"],
-        "model_type": "bidirectional_pplx_qwen3" if bidirectional else "qwen3",
+        "architectures": [names[model_type]],
+        "model_type": model_type,
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -148,11 +165,11 @@ def _config(kind: str, shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000,
         "attention_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not shape.is_llama,
         "use_sliding_window": False,
         "torch_dtype": "bfloat16",
-        "bos_token_id": 151_643,
-        "eos_token_id": 151_645,
+        "bos_token_id": min(151_643, shape.vocabulary - 2),
+        "eos_token_id": min(151_645, shape.vocabulary - 1),
     }
 
 

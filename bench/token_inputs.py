@@ -32,13 +32,14 @@ class TokenInputs:
         self.ids, self._starts = encoding  # int32 [T]; character at which each token begins, int32 [T]
         self._order = np.random.default_rng(seed).permutation(len(self.ids)).tolist()
 
-    def take_ids(self, length: int, count: int) -> list[list[int]]:
-        """`count` windows of `length` ids. Raises NotEnoughText."""
+    def take_ids(self, length: int, count: int, *, below: int | None = None) -> list[list[int]]:
+        """`count` windows of `length` ids; a model of a smaller vocabulary gets them modulo `below`. Raises NotEnoughText."""
         windows: list[list[int]] = []
         while len(windows) < count:
             start = self._next_start(length)
             if start + length <= len(self.ids):
-                windows.append(self.ids[start : start + length].tolist())
+                ids = self.ids[start : start + length]
+                windows.append((ids if below is None else ids % below).tolist())
         return windows
 
     def take_texts(self, length: int, count: int) -> list[str]:
