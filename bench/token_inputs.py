@@ -33,7 +33,7 @@ class TokenInputs:
         self._order = np.random.default_rng(seed).permutation(len(self.ids)).tolist()
 
     def take_ids(self, length: int, count: int, *, below: int | None = None) -> list[list[int]]:
-        """`count` windows of `length` ids; a model of a smaller vocabulary gets them modulo `below`. Raises NotEnoughText."""
+        """`count` windows of `length` ids, modulo `below` for a smaller vocabulary. Raises NotEnoughText."""
         windows: list[list[int]] = []
         while len(windows) < count:
             start = self._next_start(length)
