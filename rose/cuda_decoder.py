@@ -93,7 +93,7 @@ class CudaDecoder:
             self._policy(config),
             self._stream,
             attention=self._static_attention,
-            attend_once=lambda key, _: self._static_attention(key),
+            attend_once=lambda key, _: self._attention.paged(self._static_of(key).paged_rows(key), caches),
             forward=lambda key, attend: self._static_of(key).forward(key, attend),
             free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,

@@ -121,7 +121,7 @@ def by_flashinfer(point: Point, data: Data) -> dict[str, Any]:
 
     each, more = data.table.shape[1], {} if point.q == 1 else {"q_len_per_req": point.q}
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE), "NHD", use_cuda_graph=True,
+        torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE), "NHD", use_cuda_graph=True,
         use_tensor_cores=True, paged_kv_indptr_buffer=zeros(point.num_rows + 1),
         paged_kv_indices_buffer=zeros(data.table.numel()), paged_kv_last_page_len_buffer=zeros(point.num_rows),
     )  # fmt: skip

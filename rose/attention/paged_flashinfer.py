@@ -29,7 +29,7 @@ class FlashInferPagedBackend:
 
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper
         self._device, self._dtype, self._num_plans = device, dtype, num_plans
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def static(self, rows: PagedRows, caches: Sequence[PagedKV], shape: AttentionShape) -> "FlashInferPaged":
         num_rows, max_blocks = rows.block_table.shape
@@ -73,7 +73,8 @@ class FlashInferPaged:
         turn = self._turn = (self._turn + 1) % len(self._pinned)
         self._events[turn].synchronize()  # long done: as many plans ago as there are buffers
         self._wrapper._pin_memory_int_workspace_buffer = self._pinned[turn]
-        lengths = [min(end - begin, self._rows.max_kv_len) for begin, end in pairwise(cu_seqlens_host)]
+        least, most = self._rows.max_q_len, self._rows.max_kv_len
+        lengths = [max(least, min(end - begin, most)) for begin, end in pairwise(cu_seqlens_host)]
         num_blocks = torch.tensor([0, *(-(-length // self._block_size) for length in lengths)])
         indptr = num_blocks.cumsum(0).int()
         last = [(length - 1) % self._block_size + 1 for length in lengths]

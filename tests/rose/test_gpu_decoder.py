@@ -9,6 +9,9 @@ import torch
 from bench.micro.random_decoders import GREEDY, Pass, Seated, llama_8b, random_model
 from ipc.step import KIND_PREFILL
 from ipc.types import SamplingParams
+from rose.attention.interface import AttentionShape
+from rose.attention.paged import PagedKV, PagedRows
+from rose.attention.paged_flashinfer import FlashInferPagedBackend
 from rose.attention.paged_reference import ReferencePagedBackend
 from rose.attention.paged_triton import TritonPagedBackend
 from rose.layers.kernel_layers import use_kernels
@@ -125,3 +128,41 @@ def test_the_runner_gives_the_cpus_tokens(tmp_path: Path, settings: dict[str, An
         found.append([seq.tokens for seq in (*seqs, ruled)])
         driver.close()
     assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("q", [1, 3])
+def test_flashinfer_planned_from_bounds(q: int) -> None:
+    """One graph, other lengths at each replay, bounds above them, rows without keys: the same as our own kernel."""
+    pytest.importorskip("flashinfer")
+    device, shape, num_rows, max_blocks = torch.device("cuda"), AttentionShape(32, 8, 128, 128**-0.5, True), 8, 40
+    torch.manual_seed(0)
+    caches = [
+        [PagedKV(*torch.randn(2, num_rows * max_blocks + 1, 16, 8, 128, device=device).bfloat16())] for _ in range(2)
+    ]
+    table = torch.randperm(num_rows * max_blocks, device=device).int().view(num_rows, max_blocks)
+    lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    places = torch.full((num_rows * q,), num_rows * max_blocks * 16, dtype=torch.int32, device=device)
+    offsets = torch.arange(0, num_rows * q + 1, q, dtype=torch.int32, device=device)
+    rows = PagedRows(offsets, lengths, table, places, max_q_len=q, max_kv_len=max_blocks * 16)
+    packed = torch.randn(num_rows * q, 48, 128, device=device).bfloat16()
+    parts = packed.split((32, 8, 8), dim=1)
+    for mine, other in zip(*caches, strict=True):
+        mine.k.copy_(other.k)
+        mine.v.copy_(other.v)
+    ours = TritonPagedBackend().static(rows, caches[0], shape)
+    theirs = FlashInferPagedBackend(device, torch.bfloat16, num_plans=3).static(rows, caches[1], shape)
+    theirs.prepare([0] + [num_rows * q] * num_rows)
+    theirs(*parts, shape)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = theirs(*parts, shape)
+    for step, slack in enumerate((0, 5, 100, 0, 300)):
+        kv = torch.randint(q, 300, (num_rows,), generator=torch.Generator().manual_seed(step))
+        kv[-2:] = 0 if step % 2 else q
+        lengths.copy_(kv)
+        theirs.prepare([0, *(kv + slack).cumsum(0).tolist()])
+        graph.replay()
+        expected = ours(*parts, shape)
+        present = (kv.repeat_interleave(q) > 0).to(device)
+        torch.testing.assert_close(out[present], expected[present], atol=2e-2, rtol=2e-2)
