@@ -1,6 +1,6 @@
 """A Llama-8B-shaped decode step on a GPU, as the server runs it: correctness first, then what it costs and where.
 
-    python -m bench.micro.decode_step [--out DIR] [--only correct,step,profile,prefill,attention] [--budget-s 270]
+    python -m bench.micro.decode_step [--out DIR] [--only correct,step,profile,prefill,products,attention] [--budget-s 270]
 
 Random weights made on the device, bfloat16, 512 tokens of context. Floor: all weights but the embedding, and the keys
 and values, over 4.3 TB/s. What is expected to make up a step: the matrix products by far (4.06 ms of it, measured alone
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.micro import decode_attention
+from bench.micro import decode_attention, decode_products
 from bench.micro.gpu_timing import BYTES_PER_S, attempt, save, versions
 from bench.micro.random_decoders import BF16, GREEDY, Pass, Seated, llama_8b, random_model
 from ipc.types import SamplingParams
@@ -34,7 +34,7 @@ CONTEXT = 512
 PLAIN_MS = {1: 4.74, 8: 5.06, 32: 5.60, 128: 7.93}  # the best plain graph of library kernels measured before
 PEER_MS = {1: 4.961, 8: 5.120, 32: 5.817, 128: 8.377}  # vLLM 0.22.0, time per output token
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
-PARTS = ("correct", "step", "profile", "prefill", "attention")  # what may fault comes last
+PARTS = ("correct", "step", "profile", "prefill", "products", "attention")  # what may fault comes last
 NUM_QUEUED = 100
 
 Left = Callable[[], float]
@@ -248,6 +248,7 @@ def main() -> None:
         "step": lambda: step(left),
         "profile": lambda: kernels(left),
         "prefill": lambda: prefill(left),
+        "products": lambda: decode_products.measure(left),
         "attention": lambda: decode_attention.measure(args.point, left),
     }
     for part in PARTS:

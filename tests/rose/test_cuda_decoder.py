@@ -1,4 +1,4 @@
-"""The GPU's way through generation, in Triton's interpreter where there is no GPU, against the CPU's way."""
+"""The GPU's way through generation, in Triton's interpreter, against the CPU's way. With a GPU: test_gpu_decoder."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from tests.rose.decoder_driving import GREEDY, Driver, Row, Seq
 from tests.rose.host_stream import HostStream
 from tests.rose.tiny_lm import EOS_TOKEN_ID, write_llama, write_qwen3
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter and a stream on the host")
+
+DEVICE = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "max_num_seqs": 5, "max_num_batched_tokens": 48, "max_model_len": 80, "kv_cache_bytes": 1 << 20,
     "max_graph_tokens": 0,  # of prompts; the interpreter is slow, and padding is work

@@ -9,7 +9,8 @@ from rose.kernels.paged_attention import MAX_SHORT, Splits, default_splits, page
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# a GPU multiplies float32 in TF32 here
+TOLERANCE = {torch.float32: 3e-3 if DEVICE == "cuda" else 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 BLOCK_SIZE = 4
 FEW = Splits(4, 16, 16, 4, 2)
 
