@@ -40,10 +40,8 @@ def measure(left: Callable[[], float]) -> list[dict[str, Any]]:
     records = []
     for name, (columns, depth) in SHAPES.items():
         num_bytes = 2.0 * columns * depth
-        weights = [
-            torch.empty(columns, depth, device=DEVICE, dtype=BF16).normal_(0, 0.02)
-            for _ in range(num_copies(num_bytes))
-        ]
+        size, copies = (columns, depth), num_copies(num_bytes)
+        weights = [torch.empty(size, device=DEVICE, dtype=BF16).normal_(0, 0.02) for _ in range(copies)]
         for num_rows in ROWS:
             if left() <= 0:
                 return records

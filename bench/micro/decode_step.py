@@ -1,6 +1,8 @@
 """A Llama-8B-shaped decode step on a GPU, as the server runs it: correctness first, then what it costs and where.
 
-    python -m bench.micro.decode_step [--out DIR] [--only correct,step,profile,prefill,products,attention] [--budget-s 270]
+    python -m bench.micro.decode_step [--out DIR] [--only PART,PART] [--point FILTER] [--budget-s 270]
+
+Parts, in this order: correct, step, profile, prefill, products, attention.
 
 Random weights made on the device, bfloat16, 512 tokens of context. Floor: all weights but the embedding, and the keys
 and values, over 4.3 TB/s. What is expected to make up a step: the matrix products by far (4.06 ms of it, measured alone
@@ -231,7 +233,7 @@ def prefill(left: Left) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="folder for decode_step.json")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {', '.join(PARTS)}")
     parser.add_argument("--point", default="", help="attention: points whose name contains this")
     parser.add_argument("--budget-s", type=float, default=270.0, help="what has not begun by then is left out")
     args = parser.parse_args()
