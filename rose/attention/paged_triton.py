@@ -1,7 +1,7 @@
 """Our own attention over a paged cache, in Triton. Lengths and block tables are read on the device: nothing to plan.
 
-Rows of few queries (decode, verify, the end of a prompt whose rest was cached) and longer ones have a kernel each; a
-step with both kinds launches both, over the same rows, of which each takes its own.
+Steps of rows with few queries (decode, verify) and of longer ones have a kernel each; a step with prompts launches
+both, over the same rows: those of one query go to the kernel that divides their keys among programs.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class TritonPaged:
         self._layer = (self._layer + 1) % len(self._caches)
         kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
         where = (cache.k, cache.v, rows.cu_seqlens_q, rows.kv_lengths, rows.block_table)
-        short = min(rows.max_q_len, MAX_SHORT)
+        short = rows.max_q_len if rows.max_q_len <= MAX_SHORT else 1
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if rows.max_q_len > MAX_SHORT:
             paged_prefill(q, *where, scale=shape.scale, min_q_len=short + 1, out=out)
