@@ -17,6 +17,7 @@ from rose.cpu_stream import CpuStream
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.kv_cache import KVShape, allocate, cpu_budget_bytes, num_blocks_for
 from rose.layers.packed_linear import pack_linears
+from rose.layers.transposed_linear import transpose_linears
 from rose.models.config import ModelConfig
 from rose.residents import Residents
 from rose.runner import LazyTensor
@@ -65,7 +66,8 @@ def load_cpu_decoder(
     Raises ModelError where the cache would not hold one sequence of full length.
     """
     device = torch.device("cpu")
-    pack_linears(model)
+    transpose_linears(model.get_submodule("model"))
+    pack_linears(model)  # the head
     shape = KVShape.of(model_config, getattr(torch, facts.dtype))
     budget = cpu_budget_bytes() if config.kv_cache_bytes is None else config.kv_cache_bytes
     num_blocks = num_blocks_for(shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len)
