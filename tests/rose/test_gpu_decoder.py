@@ -108,14 +108,18 @@ def test_log_probabilities_are_of_the_logits() -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"capture": "off"}, {"max_graph_tokens": 16}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"capture": "off"}, {"capture": "eager"}, {"max_graph_tokens": 16, "kv_cache_bytes": None}],
+    ids=str,
+)
 def test_the_runner_gives_the_cpus_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Prompts whole, in chunks and beside decoding rows, in half precision; the model has few near ties."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": 200, "kv_cache_bytes": 4 << 20}
     write_llama(tmp_path, tokenizer=True)
     found = []
     for device in ({"device": "cpu"}, {"device": "cuda", "dtype": "float16", **settings}):
-        driver = Driver(tmp_path, **sizes, **device)
+        driver = Driver(tmp_path, **sizes | device)
         seqs = [Seq(prompt(length, seed)) for seed, length in enumerate((37, 5, 64, 1))]
         driver.prefill(seqs[0], chunk=16)
         driver.run([Row(seqs[1], 5, KIND_PREFILL), Row(seqs[0])], admit=seqs[1:2])
