@@ -4,27 +4,31 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
-
-from aiohttp import web
 
 from gateway import health
 from gateway.client import SchedulerClient
 from gateway.config import GatewayConfig
 from gateway.dialects.registry import DIALECTS
-from gateway.errors import BadExpectation, MethodNotAllowed, UnknownRoute
+from gateway.front import Front, Route
 from gateway.handlers import task_handler
 from gateway.link import Sender
 from gateway.metrics import Metrics
-from gateway.middleware import error_response, request_middleware
-from gateway.models import load_model
+from gateway.models import ServedModel, load_model
 from gateway.replicas import ReplicaWatcher
 from gateway.server import HttpServer
-from gateway.state import GATEWAY, Gateway
+from gateway.state import Gateway
 from ipc.addresses import replicas_file
 from ipc.types import new_incarnation
 
 Log = Callable[..., None]
+ROUTES = {dialect.route: Route("POST", task_handler(dialect)) for dialect in DIALECTS} | {
+    "/v1/models": Route("GET", health.models),
+    "/health/live": Route("GET", health.live),
+    "/health/ready": Route("GET", health.ready),
+    "/metrics": Route("GET", health.metrics),
+}
 LAST_WORDS_S = 0.5  # of the drain timeout, for telling clients that their answers will not come
 FIRST_STATUS_S = 2.0  # a gateway that starts beside running ones listens only when it knows its replicas
 
@@ -38,28 +42,27 @@ async def serve(
     the watcher of replicas.json.
     """
     with bind(config.host, config.port) as listener:
-        app = create_app(config=config, models=models, run_dir=run_dir, index=index, log=log)
-        server = HttpServer(app, config)
-        await server.start()
-        try:
-            await app[GATEWAY].client.wait_known(FIRST_STATUS_S)
-            await server.listen(listener)
-            log("listening", host=config.host, port=listener.getsockname()[1])
-            watching = app[GATEWAY].watching
-            await _stop_or_end(stop, watching)
-            log("draining", in_flight=app[GATEWAY].admission.in_use)
-            app[GATEWAY].draining = True
-            await server.drain()
-        finally:
-            drain_s = config.drain_timeout_ms / 1000
-            timer = asyncio.get_running_loop().call_later(
-                max(drain_s - LAST_WORDS_S, drain_s / 2), app[GATEWAY].client.give_up
-            )
-            await server.close()
-            timer.cancel()
+        served = {name: load_model(name, directory) for name, directory in models.items()}
+        async with running_gateway(config, served, run_dir, index, log) as gateway:
+            server = HttpServer(Front(gateway, ROUTES, log), config)
+            try:
+                await gateway.client.wait_known(FIRST_STATUS_S)
+                await server.listen(listener)
+                log("listening", host=config.host, port=listener.getsockname()[1])
+                await _stop_or_end(stop, gateway.watching)
+                log("draining", in_flight=gateway.admission.in_use)
+                gateway.draining = True
+                await server.drain()
+            finally:
+                drain_s = config.drain_timeout_ms / 1000
+                timer = asyncio.get_running_loop().call_later(
+                    max(drain_s - LAST_WORDS_S, drain_s / 2), gateway.client.give_up
+                )
+                await server.close()
+                timer.cancel()
         log("stopped")
-        if not watching.cancelled():
-            watching.result()  # its error ends the process, which is started anew
+        if not gateway.watching.cancelled():
+            gateway.watching.result()  # its error ends the process, which is started anew
 
 
 async def _stop_or_end(stop: asyncio.Event, watching: "asyncio.Task[None]") -> None:
@@ -69,39 +72,25 @@ async def _stop_or_end(stop: asyncio.Event, watching: "asyncio.Task[None]") -> N
     stopping.cancel()
 
 
-def create_app(
-    *, config: GatewayConfig, models: dict[str, Path], run_dir: Path, index: int, log: Log
-) -> web.Application:
-    """The application, which connects to its schedulers when it starts up. Raises ModelFilesError."""
-    served = {name: load_model(name, directory) for name, directory in models.items()}
-    app = web.Application(middlewares=[request_middleware(log)], client_max_size=config.max_body_bytes)
-    for dialect in DIALECTS:
-        app.router.add_post(dialect.route, task_handler(dialect), expect_handler=expect)
-    app.router.add_get("/v1/models", health.models, expect_handler=expect)
-    app.router.add_get("/health/live", health.live, expect_handler=expect)
-    app.router.add_get("/health/ready", health.ready, expect_handler=expect)
-    app.router.add_get("/metrics", health.metrics, expect_handler=expect)
-    app.router.add_route("*", "/{path:.*}", no_route, expect_handler=expect)
-
-    async def schedulers(app: web.Application) -> AsyncIterator[None]:
-        """Connections, the watcher of replicas.json and the tokenizer's threads, for as long as the app runs."""
-        metrics = Metrics()
-        client = SchedulerClient(
-            list(served), Sender(new_incarnation(), index, config.spin_us), config.replica_wait_ms, metrics
-        )
-        pool = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
-        watcher = ReplicaWatcher(replicas_file(run_dir), client.update, log)
-        watcher.poll()
-        watching = asyncio.create_task(watcher.run())
-        app[GATEWAY] = Gateway(config, served, client, metrics, pool, watching)
-        yield
+@asynccontextmanager
+async def running_gateway(
+    config: GatewayConfig, models: dict[str, ServedModel], run_dir: Path, index: int, log: Log
+) -> AsyncIterator[Gateway]:
+    """Connections to schedulers, the watcher of replicas.json and the tokenizer's threads."""
+    metrics = Metrics()
+    sender = Sender(new_incarnation(), index, config.spin_us)
+    client = SchedulerClient(list(models), sender, config.replica_wait_ms, metrics)
+    pool = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="tokenizer")
+    watcher = ReplicaWatcher(replicas_file(run_dir), client.update, log)
+    watcher.poll()
+    watching = asyncio.create_task(watcher.run())
+    try:
+        yield Gateway(config, models, client, metrics, pool, watching)
+    finally:
         watching.cancel()
         await asyncio.wait({watching})
         client.close()
         pool.shutdown(wait=False, cancel_futures=True)
-
-    app.cleanup_ctx.append(schedulers)
-    return app
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -115,25 +104,3 @@ def bind(host: str, port: int) -> socket.socket:
     except BaseException:
         listener.close()
         raise
-
-
-async def no_route(request: web.Request) -> web.Response:
-    """404 for an unknown path, 405 for a known one with the wrong method."""
-    known = {dialect.route: "POST" for dialect in DIALECTS}
-    known |= dict.fromkeys(("/v1/models", "/health/live", "/health/ready", "/metrics"), "GET")
-    allowed = known.get(request.path)
-    if allowed is None:
-        raise UnknownRoute(f"no such path: {request.path[:200]}")
-    response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method[:20]}"))
-    response.headers["Allow"] = allowed
-    return response
-
-
-async def expect(request: web.Request) -> web.StreamResponse | None:
-    """Answers `Expect: 100-continue`; refuses any other expectation."""
-    if request.version == (1, 1):
-        if request.headers.get("Expect", "").lower() != "100-continue":
-            return error_response(BadExpectation("Expect may only be 100-continue", param="Expect"))
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    return None

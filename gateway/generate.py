@@ -6,6 +6,7 @@ import time
 
 from aiohttp import web
 
+from gateway.answer import Answer
 from gateway.call import INLINE_CHARS, Call
 from gateway.dialects.registry import Dialect, Events
 from gateway.errors import GatewayError, InvalidRequest
@@ -19,8 +20,8 @@ from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, num_
 INLINE_MESSAGES = 16
 
 
-async def generate(request: web.Request, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
-    """Raises GatewayError; if the answer has begun, the middleware makes its last event of it."""
+async def generate(request: web.BaseRequest, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
+    """Raises GatewayError; if the answer has begun, front.py makes its last event of it."""
     check_model(call, task)
     check_choices(task, call.gateway.config)
     prompts = await _encode(call, task)
@@ -30,7 +31,7 @@ async def generate(request: web.Request, call: Call, task: GenerateTask, dialect
         if task.stream:
             return await _stream(request, call, task, dialect, generation, choices)
         outcome = GenerateOutcome(_head(), await _collect(choices), choices.usage())
-        return web.Response(body=await _render(call, task, dialect, outcome), headers=call.headers())
+        return Answer(await _render(call, task, dialect, outcome), call.headers())
     except asyncio.CancelledError:
         generation.abort("deadline" if asyncio.get_running_loop().time() >= call.deadline else "disconnect")
         raise
@@ -133,7 +134,7 @@ async def _events(call: Call, events: Events, pieces: list[Piece]) -> bytes:
 
 
 async def _stream(
-    request: web.Request, call: Call, task: GenerateTask, dialect: Dialect, generation: Generation, choices: Choices
+    request: web.BaseRequest, call: Call, task: GenerateTask, dialect: Dialect, generation: Generation, choices: Choices
 ) -> web.StreamResponse:
     assert dialect.events is not None, "only its routes give a GenerateTask"
     events = dialect.events(task, _head())

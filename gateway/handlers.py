@@ -3,20 +3,22 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from aiohttp import web
 
+from gateway.answer import Answer
 from gateway.call import INLINE_CHARS, Call
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
 from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, UnknownModel
+from gateway.front import Handler
 from gateway.generate import generate
 from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
 from gateway.models import ServedModel
 from gateway.split import split
-from gateway.state import GATEWAY, Gateway
+from gateway.state import Gateway
 from gateway.tasks import (
     EmbedOutcome,
     EmbedTask,
@@ -34,11 +36,10 @@ from ipc.types import ModelFacts, OutputSpec
 T = TypeVar("T", EmbedTask, ScoreTask)
 
 
-def task_handler(dialect: Dialect) -> Callable[[web.Request], Any]:
+def task_handler(dialect: Dialect) -> Handler:
     """The handler of a dialect's route."""
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        gateway = request.app[GATEWAY]
+    async def handle(gateway: Gateway, request: web.BaseRequest) -> web.StreamResponse:
         config = gateway.config
         with gateway.admission.slot():
             time_ms = timeout_ms(request, config.timeout_ms if dialect.events is None else config.generation_timeout_ms)
@@ -52,7 +53,7 @@ def task_handler(dialect: Dialect) -> Callable[[web.Request], Any]:
     return handle
 
 
-async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, deadline: float) -> web.StreamResponse:
+async def _answer(request: web.BaseRequest, dialect: Dialect, gateway: Gateway, deadline: float) -> web.StreamResponse:
     urgency = priority(request)
     task = dialect.parse(await read_body(request, gateway.config))
     model = gateway.models.get(task.model)
@@ -68,7 +69,7 @@ async def _answer(request: web.Request, dialect: Dialect, gateway: Gateway, dead
             outcome = await score(call, task)
         case GenerateTask():
             return await generate(request, call, task, dialect)
-    return web.Response(body=dialect.render(task, outcome), headers=call.headers())
+    return Answer(dialect.render(task, outcome), call.headers())
 
 
 async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:

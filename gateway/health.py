@@ -1,30 +1,36 @@
 """Liveness, readiness, the metrics page and the list of models: what is answered without any model's work."""
 
+import json
+
 from aiohttp import web
 
+from gateway.answer import Answer
 from gateway.dialects.openai import render_models
 from gateway.encode import token_limit
 from gateway.errors import NotReady
 from gateway.metrics import render
-from gateway.state import GATEWAY, Gateway
+from gateway.state import Gateway
 from ipc.control import ProcessStats
 
 
-async def live(request: web.Request) -> web.Response:
+async def live(gateway: Gateway, request: web.BaseRequest) -> Answer:
     """200 as long as the loop turns; knows nothing of models."""
-    return web.json_response({"status": "live"})
+    return _status({"status": "live"})
 
 
-async def ready(request: web.Request) -> web.Response:
+async def ready(gateway: Gateway, request: web.BaseRequest) -> Answer:
     """200 when every model has a replica that is ready and has really computed something lately."""
-    gateway = request.app[GATEWAY]
     if gateway.draining:
         raise NotReady("this gateway is stopping", code="draining", retry_after_ms=1000)
     reasons = {name: reason for name in gateway.models if (reason := _why_not_ready(gateway, name))}
     if reasons:
         text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotReady(f"not ready: {text}", retry_after_ms=1000)
-    return web.json_response({"status": "ready", "models": sorted(gateway.models)})
+    return _status({"status": "ready", "models": sorted(gateway.models)})
+
+
+def _status(body: dict[str, object]) -> Answer:
+    return Answer(json.dumps(body).encode(), {"Content-Type": "application/json; charset=utf-8"})
 
 
 def _why_not_ready(gateway: Gateway, name: str) -> str | None:
@@ -43,23 +49,21 @@ def _why_not_ready(gateway: Gateway, name: str) -> str | None:
     return None
 
 
-async def metrics(request: web.Request) -> web.Response:
+async def metrics(gateway: Gateway, request: web.BaseRequest) -> Answer:
     """Every process's figures: this gateway's fresh, the others' as their schedulers last told them."""
-    gateway = request.app[GATEWAY]
     processes: list[ProcessStats] = []
     for links in gateway.client.links().values():
         for link in links:
             if link.status is not None:
                 processes.extend(link.status.stats)
     processes.append(gateway.client.own_stats())
-    return web.Response(body=render(processes), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return Answer(render(processes), {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-async def models(request: web.Request) -> web.Response:
-    gateway = request.app[GATEWAY]
+async def models(gateway: Gateway, request: web.BaseRequest) -> Answer:
     lengths: dict[str, int | None] = {}
     for name, model in gateway.models.items():
         facts = gateway.client.known_facts(name)
         lengths[name] = model.max_seq_length if facts is None else token_limit(model, facts)
     body = render_models(sorted(gateway.models), gateway.started_at, lengths)
-    return web.Response(body=body, headers={"Content-Type": "application/json"})
+    return Answer(body)

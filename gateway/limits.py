@@ -42,7 +42,7 @@ class Admission:
             self.in_use -= 1
 
 
-async def read_body(request: web.Request, config: GatewayConfig) -> bytes:
+async def read_body(request: web.BaseRequest, config: GatewayConfig) -> bytes:
     """Raises UnsupportedMedia, TooLarge, SlowRequest."""
     _check_media(request)
     if (request.content_length or 0) > config.max_body_bytes:
@@ -65,7 +65,7 @@ async def read_body(request: web.Request, config: GatewayConfig) -> bytes:
     return body
 
 
-def _check_media(request: web.Request) -> None:
+def _check_media(request: web.BaseRequest) -> None:
     headers = request.headers
     media = headers.get("Content-Type")
     if media is not None and media != "application/json":
@@ -88,7 +88,7 @@ def _body_too_large(config: GatewayConfig) -> TooLarge:
     return TooLarge(f"the body is larger than {config.max_body_bytes} bytes; send it in parts", code="body_too_large")
 
 
-def timeout_ms(request: web.Request, usual_ms: int) -> int:
+def timeout_ms(request: web.BaseRequest, usual_ms: int) -> int:
     """The request's time in all: X-Timeout-Ms, or the usual one. Raises InvalidRequest."""
     value = request.headers.get("X-Timeout-Ms")
     if value is None:
@@ -99,7 +99,7 @@ def timeout_ms(request: web.Request, usual_ms: int) -> int:
     return int(value)
 
 
-def priority(request: web.Request) -> Priority:
+def priority(request: web.BaseRequest) -> Priority:
     """X-Priority: `interactive` (default) or `bulk`. Raises InvalidRequest."""
     match request.headers.get("X-Priority"):
         case None | "interactive":
@@ -111,12 +111,10 @@ def priority(request: web.Request) -> Priority:
             raise InvalidRequest(text, param="X-Priority")
 
 
-def request_id(request: web.Request) -> dict[str, str]:
-    """The header that echoes the client's X-Request-Id, if it gave one that can be."""
+def request_id(request: web.BaseRequest) -> str | None:
+    """The client's X-Request-Id as it is echoed, if it gave one that can be."""
     value = request.headers.get("X-Request-Id")
-    return (
-        {"X-Request-Id": value[:MAX_ID_CHARS]} if value is not None and value.isascii() and value.isprintable() else {}
-    )
+    return None if value is None or not (value.isascii() and value.isprintable()) else value[:MAX_ID_CHARS]
 
 
 def check_choices(task: GenerateTask, config: GatewayConfig) -> None:

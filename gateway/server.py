@@ -7,11 +7,14 @@ that do not read their answers: they are cut off after STALLED_S without progres
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
+from gateway.answer import error_answer
 from gateway.config import GatewayConfig
-from gateway.middleware import JsonRequestHandler
+from gateway.errors import InternalError, InvalidRequest
 
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that the client sees the answer
@@ -22,20 +25,19 @@ IDLE_DRAIN_S = 1.0  # while draining, kept connections have this long to send a 
 
 
 class HttpServer:
-    def __init__(self, app: web.Application, config: GatewayConfig) -> None:
+    """`handler` gets every request. Make one within a running loop."""
+
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], config: GatewayConfig
+    ) -> None:
         self._config = config
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_timeout_ms / 1000
-        )
+        make_request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=config.max_body_bytes)
+        self._server = web.Server(handler, request_factory=make_request, handler_cancellation=True)
         self._silent: dict[web.RequestHandler, float] = {}  # connections without a request yet, since when
         self._unread: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes of answers not taken, since when
         self._listener: socket.socket | None = None
         self._listening: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Starts the application; nothing is accepted yet."""
-        await self._runner.setup()
 
     async def listen(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -48,8 +50,7 @@ class HttpServer:
         await self._stop_listening()
         loop = asyncio.get_running_loop()
         end = loop.time() + IDLE_DRAIN_S
-        server = self._runner.server
-        while server is not None and server.connections and loop.time() < end:
+        while self._server.connections and loop.time() < end:
             await asyncio.sleep(0.02)
 
     async def _stop_listening(self) -> None:
@@ -71,21 +72,21 @@ class HttpServer:
                 await loop.connect_accepted_socket(self._connection, connection)
 
     async def close(self) -> None:
-        """Ends idle connections, waits up to the drain timeout for the others, and stops the application."""
+        """Ends idle connections, and waits up to the drain timeout for the others."""
         if self._listening is not None:
             self._listening.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await self._runner.cleanup()
+        await asyncio.sleep(0)  # what has just come begins to be handled
+        self._server.pre_shutdown()
+        await self._server.shutdown(self._config.drain_timeout_ms / 1000)
 
     def _connection(self) -> asyncio.Protocol:
-        server = self._runner.server
-        assert server is not None, "start() comes before listen()"
         loop = asyncio.get_running_loop()
         connection = JsonRequestHandler(
-            server,
+            self._server,
             loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # means none, as in AppRunner
+            access_log=None,  # type: ignore[arg-type]  # means none
             keepalive_timeout=KEEPALIVE_S,
             lingering_time=LINGER_S,
             auto_decompress=False,
@@ -112,7 +113,7 @@ class HttpServer:
     def _cut_off_stalled(self, now: float) -> None:
         """Aborts connections whose client has taken nothing of its answer for too long."""
         before, self._unread = self._unread, {}
-        for connection in self._runner.server.connections if self._runner.server else ():
+        for connection in self._server.connections:
             transport = connection.transport
             num_bytes = 0 if transport is None else transport.get_write_buffer_size()
             if transport is None or num_bytes == 0:
@@ -122,6 +123,25 @@ class HttpServer:
                 transport.abort()
             else:
                 self._unread[connection] = (num_bytes, since if seen == num_bytes else now)
+
+
+class JsonRequestHandler(web.RequestHandler):
+    """aiohttp's connection, with its own error pages (bad HTTP, mostly) in our shape."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            text = (message or "bad HTTP request").partition("\n")[0].rstrip(":")
+            answer = error_answer(InvalidRequest(f"not a valid HTTP request: {text}", code="bad_http"))
+        else:
+            answer = error_answer(InternalError("the server made an error"))
+        answer.force_close()
+        return answer
 
 
 def _has_spoken(connection: web.RequestHandler) -> bool:

@@ -1,10 +1,8 @@
-"""What a handler may touch: the parts of one gateway process, made once in app.create_app."""
+"""What a handler may touch: the parts of one gateway process, made once in app.running_gateway."""
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-from aiohttp import web
 
 from gateway.client import SchedulerClient
 from gateway.config import GatewayConfig
@@ -32,6 +30,3 @@ class Gateway:
         self.admission = Admission(config.max_concurrent_requests)
         self.draining = False
         self.started_at = int(time.time())
-
-
-GATEWAY = web.AppKey("gateway", Gateway)

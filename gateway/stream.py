@@ -43,8 +43,10 @@ def every(seconds: float, call: Callable[[], object]) -> Iterator[None]:
 
 
 class EventStream:
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
-        self.response = web.StreamResponse(headers=headers | HEADERS | request_id(request))
+    def __init__(self, request: web.BaseRequest, headers: dict[str, str]) -> None:
+        self.response = web.StreamResponse(headers=headers | HEADERS)
+        if (given := request_id(request)) is not None:
+            self.response.headers["X-Request-Id"] = given
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from gateway.answer import Answer
 from gateway.app import bind, serve
 from gateway.config import GatewayConfig
 from gateway.models import ModelFilesError
@@ -145,6 +146,40 @@ async def test_pipelined_requests_are_answered_in_order(stack: Stack) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("request_line", "connection", "expected", "closes"),
+    [
+        ("GET /health/live HTTP/1.1", None, None, False),
+        ("GET /health/live HTTP/1.1", "close", "close", True),
+        ("GET /health/live HTTP/1.0", None, None, True),
+        ("GET /health/live HTTP/1.0", "keep-alive", "keep-alive", False),
+        ("HEAD /health/live HTTP/1.1", "close", "close", True),
+        ("GET /no/such/path HTTP/1.1", "close", "close", True),
+    ],
+)
+async def test_connections_are_kept_as_asked(
+    stack: Stack, request_line: str, connection: str | None, expected: str | None, closes: bool
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    asked = "" if connection is None else f"Connection: {connection}\r\n"
+    writer.write(f"{request_line}\r\nHost: x\r\n{asked}\r\n".encode())
+    start, *lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines if line)
+    assert start.split()[:2] == [request_line.split()[2], "404" if "such" in request_line else "200"]
+    assert headers.get("Connection") == expected
+    assert {"Date", "Server", "Content-Type"} <= headers.keys()
+    length = int(headers["Content-Length"])
+    assert length > 0
+    if not request_line.startswith("HEAD"):
+        json.loads(await asyncio.wait_for(reader.readexactly(length), 5))
+    if closes:
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+    else:
+        writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
 async def test_drain_answers_what_is_in_flight_and_closes_the_rest(stack: Stack) -> None:
     scheduler = stack.schedulers["tiny/0"]
     assert (await stack.embed())[0] == 200  # leaves an idle connection behind
@@ -166,14 +201,11 @@ async def test_drain_answers_what_is_in_flight_and_closes_the_rest(stack: Stack)
 
 
 async def test_connections_that_the_kernel_has_queued_are_answered_before_the_end() -> None:
-    async def hello(_: web.Request) -> web.Response:
-        return web.Response(text="hello")
+    async def hello(_: web.BaseRequest) -> Answer:
+        return Answer(b"hello")
 
-    app = web.Application()
-    app.router.add_get("/", hello)
     config = GatewayConfig(port=free_port())
-    server = HttpServer(app, config)
-    await server.start()
+    server = HttpServer(hello, config)
     with bind(config.host, config.port) as listener:
         await server.listen(listener)
         queued = [socket.create_connection(("127.0.0.1", config.port)) for _ in range(5)]  # the loop stands still
