@@ -20,7 +20,10 @@ from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
+from rose.kernels.sampling import TritonOps
 from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
+from rose.sampling.params import Needs
+from rose.sampling.sampler import Sampler
 from rose.slots import Slots
 
 CPU = torch.device("cpu")
@@ -67,6 +70,16 @@ def rows(max_model_len: int, max_num_seqs: int, max_draft_tokens: int, q: int) -
     advance_rows(slots, views, tokens, buffers.ones, buffers.row_outputs(max_num_seqs))
 
 
+def sample(num_rows: int, needs: Needs) -> None:
+    """Every kernel that a step with such needs launches."""
+    sampler = Sampler(
+        max_num_seqs=num_rows, vocab_size=128256, max_logprobs=20, eos_token_ids=(2,), device=CPU, ops=TritonOps()
+    )
+    sampler.state.reserve()
+    logits, each = zeros(num_rows, 128256, dtype=torch.float32), int32s(num_rows)
+    sampler.sample(logits, each, each, each, needs=needs, bitmask=int32s(num_rows, 4008))
+
+
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for heads in HEADS:
         for q in (1, 5):
@@ -84,6 +97,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for limits in LIMITS:
         for q in {1, limits[2] + 1}:
             yield f"rows {limits} q{q}", lambda a=(*limits, q): rows(*a)
+    for count in (1, 8):
+        for needs in (Needs(), Needs(*(True for _ in Needs._fields)), Needs(random=True)):
+            yield f"sample {count} {sum(needs)} needs", lambda a=(count, needs): sample(*a)
     yield "mark_non_finite", lambda: mark_non_finite(zeros(4, 128256, dtype=torch.float32), int32s(4))
 
 
