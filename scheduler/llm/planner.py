@@ -145,17 +145,18 @@ class GeneratePlanner:
 
     def lost(self, epoch: int, ordered: bool, now: float) -> list[Reply]:
         trial = self._trials.current
+        tried = next((step.trial for step in self._in_flight.values() if step.trial is not None), None)
         flying = self._take_back()
         self._limit.lift()
         self._finished_at, self._idle_work = None, False
         self._last_applied = self._last_step
         suspects = [trial] if trial is not None else []
         if not ordered:
-            suspects += [sequence for sequence in flying if sequence is not trial]
+            suspects += [sequence for sequence in flying if sequence is not trial and not sequence.done]
         for sequence in suspects:
             self.roster.pool.dequeue(sequence)
         self._trials.hold_first(suspects)
-        replies = [] if ordered else self._blame(flying, trial, now)
+        replies = [] if ordered else self._blame(flying, tried, now)
         self.roster.publish(len(self._in_flight))
         return replies
 
@@ -257,7 +258,10 @@ class GeneratePlanner:
     # --- deaths ---------------------------------------------------------------------------------------------
 
     def _take_back(self) -> list[Sequence]:
-        """Nobody is in a slot or in flight any more; returns those that were in flight, the oldest first."""
+        """Nobody is in a slot or in flight any more; returns those that were in flight, the oldest first.
+
+        Those that have ended meanwhile are among them: their rows ran all the same.
+        """
         lanes = self._lanes
         steps, self._in_flight = list(self._in_flight.values()), {}
         for sequence in reversed(self.residents.running):  # each goes to the front, so the first last
@@ -267,23 +271,25 @@ class GeneratePlanner:
         flying = []
         for lane in sorted({lane for step in steps for lane in step.lanes.tolist()}):
             lanes.in_flight[lane] = lanes.min_new[lane] = lanes.max_new[lane] = 0
-            if not lanes.done[lane]:
-                flying.append(lanes.at(lane))
+            flying.append(lanes.at(lane))
             self.roster.free([lane])
-        self._stats.num_requeued_rows += len(flying)
+        self._stats.num_requeued_rows += sum(not sequence.done for sequence in flying)
         return sorted(flying, key=lambda sequence: sequence.order[1])
 
-    def _blame(self, flying: Iterable[Sequence], trial: Sequence | None, now: float) -> list[Reply]:
-        """Counts one death for each that was in flight, and a strike for one that ran alone."""
+    def _blame(self, flying: Iterable[Sequence], tried: Sequence | None, now: float) -> list[Reply]:
+        """Counts one death for each that was in flight, and a strike for the one `tried` alone, though it have ended:
+        a client that gives up before the ranks do must not end the next ones as well."""
         replies = []
         for sequence in flying:
             request = sequence.request
-            if sequence is not trial:
+            if sequence is not tried:
                 self._quarantine.suspect(request, 0, now)
             elif self._quarantine.strike(request, 0, now) >= MAX_STRIKES:
                 self._quarantine.convict(request, 0, now)
                 self._stats.num_quarantined += 1
-                replies.append(self.roster.reject(sequence, "quarantined", refusal_message(0), 0))
+                if not sequence.done:
+                    replies.append(self.roster.reject(sequence, "quarantined", refusal_message(0), 0))
+            if sequence.done:
                 continue
             request.count_death()
             if request.attempt > MAX_ATTEMPTS:

@@ -191,6 +191,29 @@ def test_suspicion_outlives_a_client_that_gives_up(sim: Deaths) -> None:
     assert sim.code(3) == "length"
 
 
+def test_suspicion_falls_on_those_that_gave_up_before_the_death(sim: Deaths) -> None:
+    """A prompt on which ranks hang, and a client with less patience than a step's deadline, over and over."""
+    params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    for _ in range(3):
+        assert sim.add([1, 2, 3], params) is None
+        sim.plan()
+        sim.abort(len(sim.clients) - 1)
+        sim.die()
+    refused = sim.add([1, 2, 3], params)
+    assert refused is not None
+    assert refused.code == "quarantined"
+    assert [client.end for client in sim.clients.values()] == ["aborted"] * 3 + ["quarantined"]
+    assert len(sim.quarantine.take_news()) == 1
+
+
+def test_an_ordered_stop_casts_no_suspicion_on_those_that_gave_up(sim: Deaths) -> None:
+    sim.submit(1)
+    sim.plan()
+    sim.abort(0)
+    sim.die(ordered=True)
+    assert not sim.quarantine._suspects
+
+
 def test_news_of_convicts_reach_those_that_wait(sim: Deaths) -> None:
     sim.submit(8)
     sim.run_step()
