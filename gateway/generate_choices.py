@@ -52,14 +52,14 @@ class Choices:
                     self._generation.end(index)
                     self._metrics.count_generation(piece.finish_reason)
                 pieces.append(piece)
-        return pieces
+        # one may have been lost while another's piece was made on the pool
+        return [piece for piece in pieces if not self._generation.will_restart(piece.choice)]
 
     async def _piece(self, index: int, delta: TokenDelta) -> Piece | None:
         text = self._texts[index]
         if text.num_entries(delta) <= INLINE_ENTRIES:
             return text.add(delta)
-        piece = await asyncio.get_running_loop().run_in_executor(self._call.gateway.pool, text.add, delta)
-        return None if self._generation.will_restart(index) else piece
+        return await asyncio.get_running_loop().run_in_executor(self._call.gateway.pool, text.add, delta)
 
     def usage(self) -> Usage:
         """Prompts count once, however many choices they have."""
