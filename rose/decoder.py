@@ -15,6 +15,8 @@ from ipc.step_ring import MAX_PROMPT_LOGPROBS, Arrays
 from ipc.types import ModelFacts
 from rose.attention.interface import Attend
 from rose.attention.paged import PagedBackend, PagedKV
+from rose.distributed.agreement import check_agreement, shared_decision
+from rose.distributed.group import ALONE, Group
 from rose.generate_batch import GenerateRows, read_rows
 from rose.generate_outputs import Decision, Logprobs, write_outputs, write_prompt_logprobs
 from rose.lazy_tensor import as_step_error
@@ -66,12 +68,18 @@ class Decoder:
     """One model and the sequences in its slots."""
 
     def __init__(
-        self, parts: DecoderParts, residents: Residents, facts: ModelFacts, proposer: Proposer | None = None
+        self,
+        parts: DecoderParts,
+        residents: Residents,
+        facts: ModelFacts,
+        proposer: Proposer | None = None,
+        group: Group = ALONE,
     ) -> None:
         self._model, self._caches, self._attention = parts
         self._residents = residents
         self._facts = facts
         self._proposer = proposer or NoDrafts()
+        self._group = group
         self._failed_step = 0  # the newest that ran out of memory
 
     def clear(self) -> None:
@@ -82,11 +90,14 @@ class Decoder:
     def run(self, plan: StepPlan, arrays: Arrays) -> None:
         """One step from its slot's inputs to its outputs. Raises OutOfMemory: the tables hold, the rows did nothing."""
         self._residents.apply_tables(plan, arrays)
+        check_agreement(self._group, plan, arrays, self._residents.slots)
         if plan.last_applied < self._failed_step:
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
         if not plan.num_seqs:
             return
         rows = read_rows(plan, arrays, self._facts, self._residents.host)
+        if not self._group.leads:  # the leader answers, and gives the slot back, without waiting for the others' end
+            rows = rows._replace(table=rows.table.copy())
         try:
             self._generate(rows, arrays)
         except (RuntimeError, MemoryError) as error:
@@ -102,15 +113,22 @@ class Decoder:
         inputs = residents.inputs(rows)
         hidden = self._model(inputs, self._attention.paged(inputs.paged, self._caches))
         self._write_prompt_logprobs(rows, inputs, hidden, arrays)
-        decision = self._sample(rows, inputs, hidden)
+        logits = self._model.logits(hidden[inputs.paged.cu_seqlens_q[1:] - 1])
+        decision = shared_decision(
+            self._group,
+            lambda: self._sample(rows, inputs, logits),
+            num_rows=len(rows.table),
+            width=1,
+            device=logits.device,
+        )
         lengths = residents.advance(rows, inputs, decision.tokens, decision.num_new)
         self._proposer.accepted(inputs, hidden, decision)
-        write_outputs(decision, lengths, arrays)
+        if self._group.leads:
+            write_outputs(decision, lengths, arrays)
 
-    def _sample(self, rows: GenerateRows, inputs: RowInputs, hidden: Tensor) -> Decision:
-        """A token for every row that asks for one; the others take part as padding."""
+    def _sample(self, rows: GenerateRows, inputs: RowInputs, logits: Tensor) -> Decision:
+        """A token for every row that asks for one, from logits float32 [R, V]; the others take part as padding."""
         residents, slots = self._residents, inputs.slots
-        logits = self._model.logits(hidden[inputs.paged.cu_seqlens_q[1:] - 1])
         masks = residents.grammars.masks(rows)
         asks = residents.tensor(rows.samples)
         status = residents.tensor(rows.status)
@@ -141,5 +159,7 @@ class Decoder:
         for begin in range(0, len(wanted), PROMPT_LOGPROB_TOKENS):
             tokens = self._residents.tensor(wanted[begin : begin + PROMPT_LOGPROB_TOKENS])
             logits = self._model.logits(hidden[tokens])
+            if not self._group.leads:
+                continue
             found = self._residents.sampler.prompt_logprobs(logits, inputs.next_ids[tokens])
             write_prompt_logprobs(begin, Logprobs(*found), arrays)

@@ -1,0 +1,37 @@
+"""A group of ranks on CPU, over gloo: connections on the loopback device, since all ranks of a replica share a host."""
+
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
+
+from rose.distributed.group import LEADER
+
+TIMEOUT = timedelta(hours=1)  # schedulers kill a group that stands still long before
+
+
+class GlooGroup:
+    """Met at the file `path`. See rose.distributed.group.Group."""
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        self.rank, self.size, self.leads = rank, size, rank == LEADER
+        options = ProcessGroupGloo._Options()
+        options._timeout = TIMEOUT
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._store = FileStore(path, size)
+        self._group = ProcessGroupGloo(self._store, rank, size, options)
+        self._from_leader = BroadcastOptions()
+        self._from_leader.rootRank = LEADER
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._group.allreduce(x).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.size, *x.shape)
+        self._group._allgather_base(parts, x.contiguous()).wait()
+        return parts
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        self._group.broadcast([x], self._from_leader).wait()
+        return x
