@@ -5,6 +5,15 @@ from typing import Literal
 from msgspec import Struct
 
 
+class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    proposer: Literal["none", "n_gram", "draft_model", "mtp"] = "none"
+    num_draft_tokens: int = 3  # at most, for each sequence and step
+    # [largest batch, drafts] in rising order; a step of more sequences than the last has none, and the draft's state of
+    # these lapses. Empty: num_draft_tokens always
+    draft_lengths: list[tuple[int, int]] = []
+    model: str | None = None  # directory of the draft model or the head; None: what the model's own files hold
+
+
 class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str = "auto"  # auto | cpu | cuda
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
@@ -20,4 +29,5 @@ class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_steps_in_flight: int = 2
     memory_fraction: float = 0.9  # of the device's memory
     kv_cache_bytes: int | None = None  # keys and values of language models; None: what the device has left
+    speculation: SpeculationConfig = SpeculationConfig()
     spin_us: int = 0  # keep polling this long after the last step instead of sleeping

@@ -210,7 +210,7 @@ class CudaDecoder:
         failed = np.flatnonzero(rows.status != STATUS_OK)
         arrays["status"][failed] = rows.status[failed]
         arrays["num_tokens"][failed] = 0
-        self.residents.grammars.accept(rows, arrays["tokens"][: len(rows.table), 0].tolist())
+        self.residents.grammars.accept(rows, arrays["tokens"][: len(rows.table)].tolist(), [1] * len(rows.table))
 
     # --- shapes ---------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from rose.lazy_tensor import as_step_error
 from rose.residents import Residents
 from rose.runner import OutOfMemory
 from rose.slots import RowInputs
+from rose.speculation.accept import Places, at_places, by_rows, verify
+from rose.speculation.protocol import Closing, DraftRows, Drafts, NoDrafts, Proposer
 
-PADDING = -1  # a slot that sampling leaves alone
 PROMPT_LOGPROB_TOKENS = 128  # whose logits are there at a time: 78 MB at a vocabulary of 152 k
 
 
@@ -34,26 +35,6 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
-
-
-class Proposer(Protocol):
-    """Who drafts tokens for verify rows."""
-
-    def propose(self, rows: GenerateRows) -> None:
-        """Opens a step: drafts to behind the known ids of its verify rows."""
-
-    def accepted(self, inputs: RowInputs, hidden: Tensor, decision: Decision) -> None:
-        """Closes it: hidden states [T, H] of all its tokens, and which tokens came of them."""
-
-
-class NoDrafts:
-    """Generation without speculation."""
-
-    def propose(self, rows: GenerateRows) -> None:
-        """Nothing is drafted."""
-
-    def accepted(self, inputs: RowInputs, hidden: Tensor, decision: Decision) -> None:
-        """Nothing is carried over."""
 
 
 class DecoderParts(NamedTuple):
@@ -106,49 +87,65 @@ class Decoder:
             raise
 
     def _generate(self, rows: GenerateRows, arrays: Arrays) -> None:
-        """One step of rows: propose, forward, sample or accept, accepted. Up to `advance` no sequence has changed."""
+        """One step of rows: propose, forward, accept, close. Up to `advance` no sequence has changed."""
         residents = self._residents
         residents.append_prompts(rows)
-        self._proposer.propose(rows)
+        rows, drafts = self._propose(rows)
         inputs = residents.inputs(rows)
         hidden = self._model(inputs, self._attention.paged(inputs.paged, self._caches))
         self._write_prompt_logprobs(rows, inputs, hidden, arrays)
-        logits = self._model.logits(hidden[inputs.paged.cu_seqlens_q[1:] - 1])
+        places, followed = residents.places(rows, inputs)
+        logits = self._model.logits(hidden[followed])
         decision = shared_decision(
             self._group,
-            lambda: self._sample(rows, inputs, logits),
+            lambda: self._decide(rows, drafts, inputs, places, logits),
             num_rows=len(rows.table),
-            width=1,
+            width=rows.draft_length + 1,
             device=logits.device,
         )
+        close = self._proposer.prefill if rows.has_prompts else self._proposer.accepted
+        given = residents.tensor(rows.num_given)
+        close(Closing(inputs, hidden, decision.tokens, decision.num_new, given, rows.keep_draft))
         lengths = residents.advance(rows, inputs, decision.tokens, decision.num_new)
-        self._proposer.accepted(inputs, hidden, decision)
         if self._group.leads:
             write_outputs(decision, lengths, arrays)
 
-    def _sample(self, rows: GenerateRows, inputs: RowInputs, logits: Tensor) -> Decision:
-        """A token for every row that asks for one, from logits float32 [R, V]; the others take part as padding."""
-        residents, slots = self._residents, inputs.slots
-        masks = residents.grammars.masks(rows)
-        asks = residents.tensor(rows.samples)
-        status = residents.tensor(rows.status)
+    def _propose(self, rows: GenerateRows) -> tuple[GenerateRows, Drafts]:
+        """Drafts behind the known ids, where the plan wants some; on a CPU the rows are cut to what was found."""
+        residents = self._residents
+        slots, limits = residents.tensor(rows.slots), residents.tensor(rows.num_drafts)
+        if not rows.draft_length:
+            return rows, Drafts(slots.new_zeros(len(slots), 0), torch.zeros_like(slots))
+        needs = residents.sampler.needs(rows.slots.tolist())
+        drafts = self._proposer.propose(DraftRows(slots, limits, rows.draft_length, rows.max_kv_len, needs))
+        said = self._group.broadcast(torch.cat((drafts.tokens, drafts.counts[:, None]), 1))
+        drafts = Drafts(said[:, :-1], said[:, -1], drafts.probabilities)
+        residents.put_drafts(slots, drafts.tokens)
+        return rows.with_drafts(drafts.counts.numpy()) if slots.is_cpu else rows, drafts
+
+    def _decide(
+        self, rows: GenerateRows, drafts: Drafts, inputs: RowInputs, places: Places, logits: Tensor
+    ) -> Decision:
+        """New tokens for every row that asks for some; the others take part as padding. logits float32 [N, V]."""
+        residents = self._residents
+        masks = residents.grammars.masks(rows, drafts.tokens.numpy(force=True))
         finite = logits.sum(dim=1).isfinite()  # a sum of finite logits is finite
-        status = torch.where((status == STATUS_OK) & asks & ~finite, STATUS_NON_FINITE, status)
+        status, asks = residents.tensor(rows.status), residents.tensor(rows.samples)
         residents.observe_prompts(rows, inputs)
-        positions = inputs.paged.kv_lengths
-        draws = residents.sampler.sample(
-            logits,
-            torch.where(asks, slots, PADDING),
-            positions,
-            positions - residents.slots.num_prompt[slots],
-            needs=residents.sampler.needs(rows.slots[rows.samples].tolist()),
-            bitmask=None if masks is None else residents.tensor(masks),
-        )
+        needs = residents.sampler.needs(rows.slots[rows.samples].tolist())
+        bitmask = None if masks is None else residents.tensor(masks)
+        tokens, num_new = verify(residents.sampler, logits, places, *drafts, needs=needs, bitmask=bitmask)
+        num_new = num_new * asks
+        kept = places.spans.offsets < num_new[places.spans.rows]
+        bad = torch.zeros_like(status).index_add_(0, places.spans.rows, (kept & ~finite).int())
+        status = torch.where((status == STATUS_OK) & (bad > 0), STATUS_NON_FINITE, status)
         if masks is not None:
-            residents.grammars.accept(rows, draws.tokens.tolist())
-        columns = [part[:, None] for part in draws[1:] if part is not None]
-        logprobs = Logprobs(*columns) if columns else None
-        return Decision(status, draws.tokens[:, None], asks.int(), torch.zeros_like(status), logprobs)
+            residents.grammars.accept(rows, tokens.tolist(), num_new.tolist())
+        logprobs = None
+        if needs.logprobs:
+            found = residents.sampler.logprobs(logits, at_places(tokens, places.spans))
+            logprobs = Logprobs(*(by_rows(part, places.spans, tokens.shape[1]) for part in found))
+        return Decision(status, tokens, num_new, drafts.counts, logprobs)
 
     def _write_prompt_logprobs(self, rows: GenerateRows, inputs: RowInputs, hidden: Tensor, arrays: Arrays) -> None:
         """A line for every token of the prompts that ask for it."""
@@ -161,5 +158,5 @@ class Decoder:
             logits = self._model.logits(hidden[tokens])
             if not self._group.leads:
                 continue
-            found = self._residents.sampler.prompt_logprobs(logits, inputs.next_ids[tokens])
+            found = self._residents.sampler.logprobs(logits, inputs.next_ids[tokens])
             write_prompt_logprobs(begin, Logprobs(*found), arrays)

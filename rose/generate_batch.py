@@ -36,6 +36,8 @@ class GenerateRows(NamedTuple):
     status: Int32s  # [R]: what a row fails with before it runs
     num_given: Int32s  # [R]: ids of a prefill row that it computes; 0 for others
     cu_seqlens: Int32s  # [R + 1]: new tokens of each row
+    draft_length: int = 0  # the plan's
+    keep_draft: bool = True  # the plan's
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +50,25 @@ class GenerateRows(NamedTuple):
     @property
     def samples(self) -> NDArray[np.bool_]:
         return self.table[:, GEN_SAMPLE] != 0
+
+    @property
+    def num_drafts(self) -> Int32s:
+        """[R]: drafts that a row computes behind its last token, at most."""
+        return self.table[:, GEN_DRAFT_LENGTH]
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.num_given.any())
+
+    def with_drafts(self, num_drafts: Int32s) -> "GenerateRows":
+        """The same rows with fewer drafts, int32 [R]: what was not found need not be computed."""
+        if (num_drafts == self.num_drafts).all():
+            return self
+        table = self.table.copy()
+        table[:, GEN_NUM_TOKENS] -= self.num_drafts - num_drafts
+        table[:, GEN_DRAFT_LENGTH] = num_drafts
+        cu_seqlens = np.concatenate(([0], np.cumsum(table[:, GEN_NUM_TOKENS]))).astype(np.int32)
+        return self._replace(table=table, cu_seqlens=cu_seqlens)
 
     @property
     def max_q_len(self) -> int:
@@ -77,7 +98,8 @@ def read_rows(plan: StepPlan, arrays: Arrays, facts: ModelFacts, host: HostSlots
         for row in np.flatnonzero(is_prefill):
             if outside[begins[row] : begins[row] + num_tokens[row] + (not table[row, GEN_SAMPLE])].any():
                 status[row] = STATUS_BAD_TOKEN
-    return GenerateRows(table, input_ids, status, np.where(is_prefill, num_tokens, 0), cu_seqlens)
+    num_given = np.where(is_prefill, num_tokens, 0)
+    return GenerateRows(table, input_ids, status, num_given, cu_seqlens, plan.draft_length, plan.keep_draft)
 
 
 def spans(lengths: NDArray[np.integer], device: torch.device) -> Spans:
@@ -98,7 +120,9 @@ def _check(plan: StepPlan, table: Int32s, cu_seqlens: Int32s, facts: ModelFacts)
     assert plan.draft_length <= facts.max_draft_tokens, f"{step}: more drafts than max_draft_tokens"
     assert table[:, GEN_NUM_TOKENS].min() > 0, f"{step} has an empty row"
     assert cu_seqlens[-1] <= facts.max_num_batched_tokens, f"{step} has {cu_seqlens[-1]} tokens, over its limit"
-    assert table[:, GEN_DRAFT_LENGTH].max() <= plan.draft_length, f"{step}: a row with more drafts than its plan"
+    drafts = table[:, GEN_DRAFT_LENGTH]
+    assert 0 <= drafts.min() <= drafts.max() <= plan.draft_length, f"{step}: a row with more drafts than its plan"
+    assert (table[drafts > 0, GEN_NUM_TOKENS] == drafts[drafts > 0] + 1).all(), f"{step}: drafts without tokens"
     slots = table[:, GEN_SLOT]
     assert slots.min() >= 0, f"{step}: a negative slot"
     assert slots.max() < facts.max_num_seqs, f"{step}: slot {slots.max()} of {facts.max_num_seqs}"

@@ -3,7 +3,7 @@
 Needs the CPU between two steps of one sequence: a mask follows from the token before. Free of torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,9 @@ class GrammarRows:
         """Whether some row needs its mask: then this step waits for the tokens of the one before."""
         return any(slot in self._grammars for slot in slots)
 
-    def masks(self, rows: GenerateRows) -> NDArray[np.int32] | None:
-        """int32 [R, ceil(V / 32)], a bit for each token that may come; None where no row has a grammar.
+    def masks(self, rows: GenerateRows, drafts: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
+        """int32 [N, ceil(V / 32)], a bit for each token that may come; None where no row has a grammar. A line for each
+        row, and behind it one for each of its `drafts` [R, k] (rows.num_drafts): as if they and those before it came.
 
         Output of an earlier life, which prefill rows bring, is accepted first. Sets the status of rows that fail.
         """
@@ -52,15 +53,28 @@ class GrammarRows:
         for failed in self._grammars.fill(masks, rows.slots.tolist()):
             self._fail(rows, failed)
         masks[rows.status != STATUS_OK] = -1  # nobody asks, but something must be allowed
-        return masks
+        return masks if drafts is None or not rows.num_drafts.any() else self._behind(rows, drafts, masks)
 
-    def accept(self, rows: GenerateRows, tokens: list[int]) -> None:
-        """The tokens that sampling rows got; tokens [R]."""
+    def accept(self, rows: GenerateRows, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """The tokens that sampling rows got: the first counts[r] of tokens[r]."""
         for row in np.flatnonzero(rows.samples & (rows.status == STATUS_OK)).tolist():
             try:
-                self._grammars.accept(int(rows.slots[row]), [tokens[row]])
+                self._grammars.accept(int(rows.slots[row]), tokens[row][: counts[row]])
             except GrammarError:
                 self._fail(rows, row)
+
+    def _behind(self, rows: GenerateRows, drafts: NDArray[np.int32], first: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`first` [R, words] with the lines of drafts. One that the grammar does not allow, and any behind it, may be
+        followed by anything: they are never taken."""
+        starts = np.concatenate(([0], np.cumsum(rows.num_drafts[:-1] + 1)))
+        masks = np.full((int(rows.num_drafts.sum()) + len(first), self._mask_words), -1, np.int32)
+        masks[starts] = first
+        for row in np.flatnonzero(rows.num_drafts).tolist():
+            slot, line = int(rows.slots[row]), int(starts[row])
+            if slot in self._grammars and rows.status[row] == STATUS_OK:
+                ids = drafts[row, : rows.num_drafts[row]].tolist()
+                self._grammars.fill_ahead(masks[line : line + len(ids) + 1], slot, ids)
+        return masks
 
     def _accept_given(self, rows: GenerateRows, row: int) -> None:
         line, count = rows.table[row], int(rows.num_given[row])

@@ -29,6 +29,7 @@ from rose.sampling.grammar import Grammars
 from rose.sampling.params import UnusableParams
 from rose.sampling.sampler import Sampler
 from rose.slots import RowInputs, Slots
+from rose.speculation.accept import NO_SLOT, Places
 
 
 class Residents:
@@ -99,6 +100,20 @@ class Residents:
             self.tensor(table[:, GEN_INPUT_OFFSET]),
             self.tensor(rows.input_ids),
         )
+
+    def put_drafts(self, slots: Tensor, drafts: Tensor) -> None:
+        """slots int32 [R], drafts int32 [R, k]: behind the known ids. No slot knows of them before `advance`."""
+        self.slots.put(slots, drafts)
+
+    def places(self, rows: GenerateRows, inputs: RowInputs) -> tuple[Places, Tensor]:
+        """Where the step may draw tokens, N in all, and which of its tokens each follows, int64 [N]."""
+        each = spans(rows.num_drafts + 1, self._device)
+        first_last = (inputs.paged.cu_seqlens_q[1:] - 1 - each.cu_seqlens.diff() + 1)[each.rows]
+        slots = torch.where(self.tensor(rows.samples), inputs.slots, NO_SLOT)
+        before = inputs.paged.kv_lengths - self.tensor(rows.num_drafts)  # tokens before a row's first place
+        positions = before[each.rows] + each.offsets
+        num_output = positions - self.slots.num_prompt[inputs.slots][each.rows]
+        return Places(slots[each.rows], positions.int(), num_output.int(), each), first_last + each.offsets
 
     def inputs(self, rows: GenerateRows) -> RowInputs:
         each = spans(np.diff(rows.cu_seqlens), self._device)

@@ -121,6 +121,11 @@ class Slots:
             spans=spans,
         )
 
+    def put(self, slots: Tensor, drafts: Tensor) -> None:
+        """drafts int32 [R, k] to behind the known ids of slots int32 [R], which do not know them."""
+        places = self.num_tokens[slots][:, None] + torch.arange(drafts.shape[1], device=drafts.device)
+        self.ids[slots[:, None], places.clamp_(max=self.ids.shape[1] - 1)] = drafts
+
     def advance(self, slots: Tensor, num_given: Tensor, tokens: Tensor, num_new: Tensor) -> Tensor:
         """After the step: row r has computed num_given[r] ids of a prompt chunk (0 where it decodes), and got the first
         num_new[r] of tokens[r] (int32 [R, k + 1]). Returns how many tokens each slot holds, int32 [R].

@@ -20,11 +20,12 @@ class TritonOps:
         num_output: Tensor,
         bitmask: Tensor | None,
         needs: Needs,
+        before: Tensor | None = None,
     ) -> None:
         if needs.edits:
             edit(logits, state, slots, num_output)
         if needs.penalties or bitmask is not None:
-            penalise_and_mask(logits, state, slots, bitmask, penalties=needs.penalties)
+            penalise_and_mask(logits, state, slots, bitmask, before, penalties=needs.penalties)
 
     def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         return choose(logits, state, slots, positions, needs)

@@ -53,8 +53,9 @@ def _edit_kernel(
 
 @triton.jit
 def _adjust_kernel(
-    logits_ptr, slots_ptr, table_ptr, floats_ptr, counts_ptr, bitmask_ptr, row_stride, counts_stride, mask_stride,
-    max_num_seqs, vocab_size, PENALTIES: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, slots_ptr, table_ptr, floats_ptr, counts_ptr, bitmask_ptr, before_ptr, row_stride, counts_stride,
+    mask_stride, max_num_seqs, vocab_size, PENALTIES: tl.constexpr, MASK: tl.constexpr, BEFORE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -71,6 +72,9 @@ def _adjust_kernel(
             floats = floats_ptr + line * COLUMNS
             present = column < tl.where(counted, vocab_size, 0)
             seen = tl.load(counts_ptr + line * counts_stride + column, mask=present, other=0).to(tl.int32)
+            for index in tl.static_range(BEFORE):  # -1 is no column
+                earlier = tl.load(before_ptr + row * BEFORE + index)
+                seen += ((column == earlier) & present).to(tl.int32)
             repeated = tl.where(x > 0, x * tl.load(floats + _INVERSE), x * tl.load(floats + _REPETITION))
             x = tl.where(seen != 0, repeated, x)
             count = (seen & _COUNT_MASK).to(tl.float32)
@@ -117,15 +121,23 @@ def edit(logits: Tensor, state: SamplingSlots, slots: Tensor, num_output: Tensor
 
 
 def penalise_and_mask(
-    logits: Tensor, state: SamplingSlots, slots: Tensor, bitmask: Tensor | None, *, penalties: bool
+    logits: Tensor,
+    state: SamplingSlots,
+    slots: Tensor,
+    bitmask: Tensor | None,
+    before: Tensor | None = None,
+    *,
+    penalties: bool,
 ) -> None:
-    """Penalties, then a grammar's mask (int32 [R, ceil(V / 32)]): logits float32 [R, V] in place, slots int32 [R]."""
+    """Penalties, then a grammar's mask (int32 [R, ceil(V / 32)]): logits float32 [R, V] in place, slots int32 [R];
+    before int32 [R, k], contiguous: output that counts do not hold yet, negative where there is none."""
     num_rows, vocab_size = logits.shape
     counts = state.counts if penalties else None
     _adjust_kernel[(num_rows, triton.cdiv(vocab_size, TILE))](
-        logits, slots, state.table, state.floats, counts, bitmask, logits.stride(0),
+        logits, slots, state.table, state.floats, counts, bitmask, before, logits.stride(0),
         0 if counts is None else counts.stride(0), 0 if bitmask is None else bitmask.stride(0),
-        state.max_num_seqs, vocab_size, PENALTIES=counts is not None, MASK=bitmask is not None, TILE=TILE,
+        state.max_num_seqs, vocab_size, PENALTIES=counts is not None, MASK=bitmask is not None,
+        BEFORE=0 if before is None else before.shape[1], TILE=TILE,
         **pdl(logits), **EXACT,
     )  # fmt: skip
 

@@ -103,6 +103,18 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, present, bitmask)
         return {row: GrammarError(_first_line(m.get_error())) for m, row in present if m.is_error()}
 
+    def fill_ahead(self, bitmask: NDArray[np.int32], slot: int, tokens: Sequence[int]) -> None:
+        """What may come after each further one of `tokens`, which are not put out: row i of the mask is after the first
+        i, row 0 is there. Behind one that may not come rows stay as they are. int32 [len(tokens) + 1, words]."""
+        state, count = self._matchers[slot], 0
+        for token in tokens:
+            if not bitmask[count, token >> 5] >> (token & 31) & 1:
+                break
+            self.accept(slot, [token])
+            count += 1
+            fill_next_token_bitmask(state.matcher, bitmask, count)
+        self.rollback(slot, count)
+
     def release(self, slot: int) -> None:
         """The slot's sequence has no grammar any more."""
         self._matchers.pop(slot, None)

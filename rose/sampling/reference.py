@@ -45,12 +45,13 @@ class TorchOps:
         num_output: Tensor,
         bitmask: Tensor | None,
         needs: Needs,
+        before: Tensor | None = None,
     ) -> None:
         lines = state.lines(slots)
         if needs.edits:
             _edit(logits, state, lines, num_output)
         if needs.penalties:
-            _penalise(logits, state, lines)
+            _penalise(logits, state, lines, before)
         if bitmask is not None:
             bits = torch.arange(32, dtype=torch.int32, device=logits.device)
             allowed = (bitmask[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]]
@@ -123,13 +124,16 @@ def _edit(logits: Tensor, state: SamplingSlots, lines: Tensor, num_output: Tenso
     logits[rows, state.stop_ids[lines[rows], entries].long()] = MASKED
 
 
-def _penalise(logits: Tensor, state: SamplingSlots, lines: Tensor) -> None:
+def _penalise(logits: Tensor, state: SamplingSlots, lines: Tensor, before: Tensor | None) -> None:
     """Repetition (Keskar et al., "CTRL", 2019) over prompt and output; frequency and presence over the output."""
     rows = (state.table[lines, FLAGS] & HAS_PENALTIES != 0).nonzero()[:, 0]
     if not len(rows):
         return
     assert state.counts is not None
     seen = state.counts[lines[rows], : logits.shape[1]]
+    if before is not None:
+        ids = before[rows].long()
+        seen.scatter_add_(1, ids.clamp(min=0), (ids >= 0).to(seen.dtype))
     floats = state.floats[lines[rows], :, None]
     x = logits[rows]
     repeated = torch.where(x > 0, x * floats[:, INVERSE_REPETITION], x * floats[:, REPETITION])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ipc.types import SamplingParams
-from rose.sampling.distribution import without_nan
+from rose.sampling.distribution import WEIGHT_BITS, without_nan
 from rose.sampling.params import INVERSE_TEMPERATURE, Needs
 from rose.sampling.reference import TorchOps, processed_weights
 from rose.sampling.slots import SamplingSlots
@@ -36,8 +36,9 @@ class SamplingOps(Protocol):
         num_output: Tensor,
         bitmask: Tensor | None,
         needs: Needs,
+        before: Tensor | None = None,
     ) -> None:
-        """Biases, masks and penalties, in place."""
+        """Biases, masks and penalties, in place; `before` as in Sampler.draw."""
 
     def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         """int32 [R]: the token drawn from each row of adjusted logits; the largest one's where it is greedy."""
@@ -104,21 +105,46 @@ class Sampler:
         needs: Needs,
         bitmask: Tensor | None = None,
     ) -> Sampled:
-        """Draws a token a row and counts it as output of its slot.
+        """Draws a token a row (see `draw`) and counts it as output of its slot; log probabilities if needed."""
+        tokens = self.draw(logits, slots, positions, num_output, needs=needs, bitmask=bitmask)
+        self.count(slots, tokens, needs)
+        return Sampled(tokens, *self.logprobs(logits, tokens)) if needs.logprobs else Sampled(tokens)
 
-        logits float32 [R, V], may be overwritten; slots int32 [R]; positions int32 [R] of the token to be drawn, the
-        generator's counter; num_output int32 [R], tokens put out so far; bitmask int32 [R, ceil(V / 32)], a bit
-        for each token that may come, lowest first. `needs` must cover every row's.
+    def draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        num_output: Tensor,
+        *,
+        needs: Needs,
+        bitmask: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """A token a row, int32 [R]; counts nothing.
+
+        logits float32 [R, V], may be overwritten unless log probabilities are needed; slots int32 [R]; positions int32
+        [R] of the token to be drawn, the generator's counter; num_output int32 [R], tokens put out so far; bitmask
+        int32 [R, ceil(V / 32)], a bit for each token that may come, lowest first; before int32 [R, k], output that is
+        not counted yet and comes before the row's token (drafts), negative where there is none. `needs` must cover
+        every row's.
         """
         if needs.penalties:
             self.state.reserve()
-        changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=needs.logprobs)
-        tokens = self._ops.choose(changed, self.state, slots, positions, needs)
+        changed = self._adjusted(logits, slots, num_output, needs, bitmask, before, keep=needs.logprobs)
+        return self._ops.choose(changed, self.state, slots, positions, needs)
+
+    def count(self, slots: Tensor, tokens: Tensor, needs: Needs) -> None:
+        """int32 [T] each: tokens are output of these slots from now on."""
         if needs.penalties:
             self._ops.count(self.state, slots, tokens, None)
-        if not needs.logprobs:
-            return Sampled(tokens)
-        return Sampled(tokens, *self._ops.logprobs(logits, tokens, self._max_logprobs))
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens int32 [P] under logits float32 [P, V] as the model gave them.
+
+        float32 [P]; int32 [P, M] and float32 [P, M] of the most probable, ties by lower id.
+        """
+        return self._ops.logprobs(logits, tokens, self._max_logprobs)
 
     def probabilities(
         self,
@@ -128,36 +154,52 @@ class Sampler:
         *,
         needs: Needs,
         bitmask: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> Tensor:
-        """The distribution that `sample` would draw from, float32 [R, V]; a greedy row is 1 at its largest logit.
+        """The distribution that `draw` would draw from, float32 [R, V]; a greedy row is 1 at its largest logit.
 
-        Arguments as there; logits stay as they are, nothing is counted. In torch on any device, which it may wait for.
+        Arguments as there; logits stay as they are. In torch on any device, which it may wait for.
         """
+        weight = self.weights(logits, slots, num_output, needs=needs, bitmask=bitmask, before=before)
+        return (weight.double() / weight.sum(1, keepdim=True)).float()
+
+    def weights(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        num_output: Tensor,
+        *,
+        needs: Needs,
+        bitmask: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """The same in integers, int64 [R, V] up to 2^40, not all of a row zero (rose.sampling.distribution)."""
+        if needs.penalties:
+            self.state.reserve()
         lines = self.state.lines(slots)
-        changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=True)
-        changed = without_nan(changed)
+        changed = without_nan(self._adjusted(logits, slots, num_output, needs, bitmask, before, keep=True))
         maximum, greedy = changed.max(1)
-        result = torch.zeros_like(changed).scatter_(1, greedy[:, None], 1.0)
+        result = torch.zeros_like(changed, dtype=torch.int64).scatter_(1, greedy[:, None], 1 << WEIGHT_BITS)
         rows = (self.state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
         weight = processed_weights(changed[rows], maximum[rows], self.state, lines[rows], truncation=needs.truncation)
-        total = weight.sum(1, keepdim=True)
-        result[rows] = torch.where(total > 0, weight.double() / total, result[rows]).float()
+        result[rows] = torch.where(weight.any(1, keepdim=True), weight, result[rows])
         return result
 
-    def prompt_logprobs(self, logits: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log probabilities of a prompt's tokens: logits float32 [P, V], next_ids int32 [P].
-
-        float32 [P] of next_ids; int32 [P, M] and float32 [P, M] of the most probable, ties by lower id.
-        """
-        return self._ops.logprobs(logits, next_ids, self._max_logprobs)
-
     def _adjusted(
-        self, logits: Tensor, slots: Tensor, num_output: Tensor, needs: Needs, bitmask: Tensor | None, *, keep: bool
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        num_output: Tensor,
+        needs: Needs,
+        bitmask: Tensor | None,
+        before: Tensor | None,
+        *,
+        keep: bool,
     ) -> Tensor:
         """Biases, masks and penalties applied: in the same memory, or in a copy where that must be kept."""
         if needs.edits or needs.penalties or bitmask is not None:
             logits = logits.clone() if keep else logits
-            self._ops.adjust(logits, self.state, slots, num_output, bitmask, needs)
+            self._ops.adjust(logits, self.state, slots, num_output, bitmask, needs, before)
         return logits
 
 

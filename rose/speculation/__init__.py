@@ -1,0 +1,1 @@
+"""Speculative decoding: who drafts, how drafts are verified, how many there are. Knows no process."""

@@ -227,7 +227,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 
 def test_prompt_logprobs() -> None:
     logits = random_logits(3, scale=30.0)  # probabilities down to e^-100
-    values, top_ids, top_values = make_sampler(1).prompt_logprobs(logits, int32([0, 300, 7]))
+    values, top_ids, top_values = make_sampler(1).logprobs(logits, int32([0, 300, 7]))
     shifted = logits.double().numpy() - logits.double().numpy().max(1, keepdims=True)
     want = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     np.testing.assert_allclose(values, want[range(3), [0, 300, 7]], rtol=1e-6, atol=2e-6)
