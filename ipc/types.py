@@ -91,6 +91,9 @@ class ModelFacts(Struct, frozen=True):
     num_blocks: Count = 0
     block_size: Annotated[int, Meta(ge=1, le=4096)] = 16
     max_draft_tokens: Count = 0
+    # drafts by batch size, rising: (most sequences of a step, drafts); a larger step has none, and keeps no draft state
+    # of its sequences. Empty: max_draft_tokens, whatever the batch
+    draft_lengths: tuple[tuple[Count, Count], ...] = ()
     max_logprobs: Logprobs = MAX_LOGPROBS
     eos_token_ids: tuple[Count, ...] = ()
 

@@ -15,12 +15,15 @@ from rose.attention.paged_reference import ReferencePagedBackend
 from rose.config import RankConfig
 from rose.cpu_stream import CpuStream
 from rose.decoder import Decoder, DecoderParts, LanguageModel
+from rose.distributed.group import ALONE, Group, smallest
 from rose.kv_cache import KVShape, allocate, cpu_budget_bytes, num_blocks_for
 from rose.layers.packed_linear import pack_linears
 from rose.layers.transposed_linear import transpose_linears
 from rose.models.config import ModelConfig
 from rose.residents import Residents
 from rose.runner import LazyTensor
+from rose.speculation.protocol import ProposerParts, Target
+from rose.speculation.registry import load_proposer
 
 
 class CpuDecoder:
@@ -60,8 +63,10 @@ def load_cpu_decoder(
     *,
     tokenizer: Path,
     num_threads: int,
+    group: Group = ALONE,
 ) -> tuple[CpuDecoder, ModelFacts]:
-    """The decoder, and `facts` with the number of blocks that there is room for. `model` has its weights.
+    """The decoder, and `facts` with the number of blocks that there is room for on every rank. `model` has its weights,
+    `model_config` the heads of this rank.
 
     Raises ModelError where the cache would not hold one sequence of full length.
     """
@@ -69,8 +74,16 @@ def load_cpu_decoder(
     transpose_linears(model.get_submodule("model"))
     pack_linears(model)  # the head
     shape = KVShape.of(model_config, getattr(torch, facts.dtype))
-    budget = cpu_budget_bytes() if config.kv_cache_bytes is None else config.kv_cache_bytes
-    num_blocks = num_blocks_for(shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len)
+    budget = cpu_budget_bytes() // group.size if config.kv_cache_bytes is None else config.kv_cache_bytes
+    target = Target(model, model_config, tokenizer.parent, facts, shape.dtype, device)
+    source = load_proposer(config.speculation, target)
+    limits = {"max_num_seqs": facts.max_num_seqs, "max_model_len": facts.max_model_len}
+    num_blocks = num_blocks_for(shape, budget, beside=source.kv_shape, **limits)
+    num_blocks = smallest(group, num_blocks, device)
     facts = replace(facts, num_blocks=num_blocks)
-    parts = DecoderParts(cast(LanguageModel, model), allocate(shape, num_blocks, device), ReferencePagedBackend())
-    return CpuDecoder(Decoder(parts, Residents(facts, device, tokenizer), facts), num_threads), facts
+    attention, residents = ReferencePagedBackend(), Residents(facts, device, tokenizer)
+    parts = DecoderParts(cast(LanguageModel, model), allocate(shape, num_blocks, device), attention)
+    own = [] if source.kv_shape is None else allocate(source.kv_shape, num_blocks, device)
+    proposer = source.open(ProposerParts(residents, own, attention))
+    decoder = Decoder(parts, residents, facts, proposer, group)
+    return CpuDecoder(decoder, num_threads), facts

@@ -24,7 +24,8 @@ from rose.residents import Residents
 from rose.runner import OutOfMemory
 from rose.slots import RowInputs
 from rose.speculation.accept import Places, at_places, by_rows, verify
-from rose.speculation.protocol import Closing, DraftRows, Drafts, NoDrafts, Proposer
+from rose.speculation.no_drafts import NoDrafts
+from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer
 
 PROMPT_LOGPROB_TOKENS = 128  # whose logits are there at a time: 78 MB at a vocabulary of 152 k
 

@@ -9,6 +9,7 @@ from rose.encoder_facts import quadratic_tokens
 from rose.kv_cache import BLOCK_SIZE
 from rose.models.config import ModelConfig, ModelError
 from rose.models.task import GenerateTask
+from rose.speculation.lengths import draft_lengths, max_draft_tokens
 
 CPU_TOKENS_PER_THREAD, CPU_TOKENS = 128, 256  # of a step; the latter at least: 128 are 9 % behind it, 512 no faster
 CUDA_TOKENS = 8192
@@ -50,6 +51,8 @@ def decoder_facts(
         num_steps_in_flight=config.num_steps_in_flight,
         quadratic_tokens=quadratic_tokens(model),
         block_size=BLOCK_SIZE,
+        max_draft_tokens=max_draft_tokens(config.speculation),
+        draft_lengths=draft_lengths(config.speculation),
         eos_token_ids=task.eos_token_ids,
     )
 

@@ -33,15 +33,19 @@ class KVShape(NamedTuple):
         return 2 * self.num_layers * BLOCK_SIZE * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def num_blocks_for(shape: KVShape, budget_bytes: int, *, max_num_seqs: int, max_model_len: int) -> int:
+def num_blocks_for(
+    shape: KVShape, budget_bytes: int, *, max_num_seqs: int, max_model_len: int, beside: KVShape | None = None
+) -> int:
     """Blocks that `budget_bytes` hold besides the dummy, and no more than all sequences at full length can use.
 
+    `beside`: what else has as many blocks, a draft's cache.
     Raises ModelError where not even one sequence of full length fits.
     """
     each = -(-max_model_len // BLOCK_SIZE)
-    num_blocks = budget_bytes // shape.block_bytes - 1
+    block_bytes = shape.block_bytes + (0 if beside is None else beside.block_bytes)
+    num_blocks = budget_bytes // block_bytes - 1
     if num_blocks < each:
-        fitting, needed = max(0, num_blocks) * BLOCK_SIZE, (each + 1) * shape.block_bytes
+        fitting, needed = max(0, num_blocks) * BLOCK_SIZE, (each + 1) * block_bytes
         raise ModelError(
             f"the key-value cache may take {budget_bytes} bytes, enough for {fitting} tokens; one sequence of "
             f"max_model_len = {max_model_len} takes {needed}: raise rank.kv_cache_bytes or lower rank.max_model_len"

@@ -1,9 +1,9 @@
 """Which drafts the target takes, and the token that follows them. The output's distribution is the target's own.
 
 A draft that was the only possible one is taken where the target's own draw is that token: with the chance that the
-target gives it, and what follows a rejection is drawn from the rest. Draws depend on (seed, position) alone, so the tokens are
-those of a generation without drafts, draw for draw, greedy or not. Drafts drawn from a distribution are taken by the
-rule of Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
+target gives it, and what follows a rejection is drawn from the rest. Draws depend on (seed, position) alone, so the
+tokens are those of a generation without drafts, draw for draw, greedy or not. Drafts drawn from a distribution are
+taken by the rule of Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
 
 This is the reference in torch. Knows no model and no plan.
 """

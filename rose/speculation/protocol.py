@@ -6,6 +6,7 @@ here waits for the device; sizes come from arguments that the host knows, so tha
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class Drafts(NamedTuple):
 class Closing(NamedTuple):
     """A step's R rows when tokens are decided, its T tokens as they were computed, rejected ones included.
 
-    Slots do not know the new tokens yet: row r's begins at `inputs.paged.kv_lengths - len(row r) ` computed tokens.
+    Slots do not know the new tokens yet: of row r, `inputs.paged.kv_lengths[r]` less its tokens in this step are computed.
     Tensors are the step's own: what is to be carried over is copied.
     """
 
@@ -88,7 +89,8 @@ class Target(NamedTuple):
     """The model that is drafted for, weights loaded."""
 
     model: nn.Module
-    config: ModelConfig
+    config: ModelConfig  # with the heads of this rank
+    directory: Path  # its files
     facts: ModelFacts
     dtype: torch.dtype
     device: torch.device
@@ -124,16 +126,3 @@ def next_ids(step: Closing) -> Tensor:
     entry = offsets - (step.num_given - 1).clamp(min=0)[rows]  # which of its row's new tokens follows
     is_new = (entry >= 0) & (entry < step.num_new[rows])
     return torch.where(is_new, step.tokens[rows, entry.clamp(0, step.tokens.shape[1] - 1)], step.inputs.next_ids)
-
-
-class NoDrafts:
-    """Generation without speculation."""
-
-    def propose(self, rows: DraftRows) -> Drafts:
-        return Drafts(rows.slots.new_zeros(len(rows.slots), rows.length), torch.zeros_like(rows.slots))
-
-    def accepted(self, step: Closing) -> None:
-        """Nothing is carried over."""
-
-    def prefill(self, step: Closing) -> None:
-        """Nothing is filled."""

@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 
+from rose.config import SpeculationConfig
+from rose.models.config import ModelError
 from rose.speculation.n_gram import load_n_gram
-from rose.speculation.protocol import LoadProposer
+from rose.speculation.no_drafts import load_no_drafts
+from rose.speculation.protocol import LoadProposer, ProposerSource, Target
 
-PROPOSERS: Mapping[str, LoadProposer] = {"n_gram": load_n_gram}
+PROPOSERS: Mapping[str, LoadProposer] = {"none": load_no_drafts, "n_gram": load_n_gram}
+
+
+def load_proposer(config: SpeculationConfig, target: Target) -> ProposerSource:
+    """Raises ModelError: see LoadProposer; or nobody is known under that name."""
+    load = PROPOSERS.get(config.proposer)
+    if load is None:
+        raise ModelError(f"speculation.proposer {config.proposer!r} is not there; there are {', '.join(PROPOSERS)}")
+    return load(config, target)

@@ -1,0 +1,41 @@
+"""How many tokens are drafted, by the number of sequences in a step: from settings to facts.
+
+Drafts pay while a step's time is that of reading weights; with many sequences each costs as much as a token.
+"""
+
+from rose.config import SpeculationConfig
+from rose.models.config import ModelError
+
+MOST = 16  # drafts of a row; the chance that one is taken falls with every one before it
+
+
+def max_draft_tokens(config: SpeculationConfig) -> int:
+    """The longest draft there will be; 0 without a proposer. Raises ModelError."""
+    if config.proposer == "none":
+        return 0
+    if not 1 <= config.num_draft_tokens <= MOST:
+        raise ModelError(f"speculation.num_draft_tokens must be 1..{MOST}, got {config.num_draft_tokens}")
+    lengths = [length for _, length in draft_lengths(config)]
+    return max(lengths, default=config.num_draft_tokens)
+
+
+def draft_lengths(config: SpeculationConfig) -> tuple[tuple[int, int], ...]:
+    """ModelFacts.draft_lengths. Raises ModelError for a table that is none."""
+    if config.proposer == "none":
+        return ()
+    table = tuple((int(batch), int(length)) for batch, length in config.draft_lengths)
+    problem = find_table_problem(table, config.num_draft_tokens)
+    if problem:
+        raise ModelError(f"speculation.draft_lengths: {problem}")
+    return table
+
+
+def find_table_problem(table: tuple[tuple[int, int], ...], num_draft_tokens: int) -> str | None:
+    """What is wrong with [largest batch, drafts] pairs, in a reader's words."""
+    batches = [batch for batch, _ in table]
+    if any(batch < 1 for batch in batches) or batches != sorted(set(batches)):
+        return f"batch sizes must be at least 1 and rise from pair to pair, got {batches}"
+    beyond = [length for _, length in table if not 0 <= length <= num_draft_tokens]
+    if beyond:
+        return f"drafts must be 0..{num_draft_tokens} (num_draft_tokens), got {beyond[0]}"
+    return None
