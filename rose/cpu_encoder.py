@@ -1,4 +1,7 @@
-"""An encoder's steps on CPU: divided among threads by sequences. See rose.encoder_runner for the interface."""
+"""An encoder's steps on CPU: divided among threads by sequences. See rose.encoder_runner for the interface.
+
+In a group of ranks they are not divided: layers meet the other ranks' in one order.
+"""
 
 from functools import partial
 
@@ -9,7 +12,9 @@ from ipc.step_ring import Arrays, StepRing
 from ipc.types import ModelFacts
 from rose.attention.sdpa import SdpaBackend
 from rose.batch import step_rows
-from rose.cpu_stream import CpuStream
+from rose.cpu_stream import CpuStream, Work
+from rose.distributed.agreement import check_agreement
+from rose.distributed.group import ALONE, Group
 from rose.encoder import Encoder, EncoderParts
 from rose.layers.packed_linear import pack_linears
 from rose.runner import LazyTensor
@@ -18,16 +23,26 @@ from rose.runner import LazyTensor
 class CpuEncoder:
     idle_work = False
 
-    def __init__(self, parts: EncoderParts, facts: ModelFacts, num_threads: int) -> None:
+    def __init__(self, parts: EncoderParts, facts: ModelFacts, num_threads: int, group: Group = ALONE) -> None:
         pack_linears(parts.model)
-        self._encoder = Encoder(parts, SdpaBackend(), torch.device("cpu"))
+        self._encoder = Encoder(parts, SdpaBackend(), torch.device("cpu"), group)
+        self._group = group
         self._facts = facts
         self._num_threads = num_threads
-        self._stream = CpuStream(num_threads)
+        self._stream = CpuStream(num_threads, in_order=group.size > 1)
 
     def encode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
+        if self._group.size > 1:
+            return self._stream.launch([partial(self._together, plan, arrays)])
         parts = step_rows(plan, arrays, self._facts, self._num_threads)
-        return self._stream.launch([partial(self._encoder.run, part) for part in parts])
+        works: list[Work] = [partial(self._encoder.run, part) for part in parts]
+        return self._stream.launch(works)
+
+    def _together(self, plan: StepPlan, arrays: Arrays) -> None:
+        """A whole step, each rank with its part of every layer."""
+        check_agreement(self._group, plan, arrays)
+        (rows,) = step_rows(plan, arrays, self._facts, 1)
+        self._encoder.run(rows)
 
     def idle(self) -> LazyTensor:
         return self._stream.launch([])

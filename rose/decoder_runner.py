@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from ipc.control import Join
 from ipc.step import StepPlan
@@ -18,6 +19,8 @@ from rose.cpu_decoder import load_cpu_decoder
 from rose.decoder_facts import decoder_facts
 from rose.decoder_warm_up import warm_up
 from rose.device import resolve_device, resolve_dtype
+from rose.distributed.group import ALONE, Group, form_group
+from rose.distributed.shard import check_sizes, local_heads
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask, read_task
@@ -48,7 +51,15 @@ class DeviceDecoder(Protocol):
 class DecoderRunner:
     """Generates. `facts` lack `num_blocks` until `load`, as everything else does."""
 
-    def __init__(self, name: str, directory: Path, config: RankConfig, *, shapes: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        config: RankConfig,
+        *,
+        shapes: Path | None = None,
+        tensor_parallel_size: int = 1,
+    ) -> None:
         self._directory = directory
         self._config = config
         self._shapes = shapes
@@ -60,7 +71,8 @@ class DecoderRunner:
         self._device = torch.device(resolve_device(config.device))
         self._dtype = resolve_dtype(config.dtype, self._device.type)
         self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
-        self.facts = decoder_facts(
+        check_sizes(self._model_config, tensor_parallel_size)
+        facts = decoder_facts(
             name=name,
             model=self._model_config,
             task=task,
@@ -69,10 +81,16 @@ class DecoderRunner:
             dtype=str(self._dtype).removeprefix("torch."),
             num_threads=self._num_threads,
         )
+        self.facts = replace(facts, tensor_parallel_size=tensor_parallel_size)
+        self._group: Group = ALONE
         self._decoder: DeviceDecoder | None = None
 
     def load(self, join: Join | None = None) -> ModelFacts:
-        """Reads the weights, sizes the cache and runs a large step once. Raises ModelError, OutOfMemory."""
+        """Forms the group, reads the weights, sizes the cache and runs a large step once.
+
+        Raises ModelError, OutOfMemory.
+        """
+        self._group = form_group(join, self._device)
         try:
             self._decoder = self._load()
         except torch.OutOfMemoryError as error:
@@ -115,18 +133,25 @@ class DecoderRunner:
     def _load(self) -> DeviceDecoder:
         if self._device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(self._config.memory_fraction)
-        model = load_model(self._directory, self._model_config, self._task, self._device, self._dtype)
+        model = load_model(self._directory, self._model_config, self._task, self._device, self._dtype, self._group)
+        heads = local_heads(self._model_config, self._group.size)
         tokenizer = self._directory / "tokenizer.json"
         if self._device.type == "cpu":
             decoder, self.facts = load_cpu_decoder(
-                model, self._model_config, self.facts, self._config, tokenizer=tokenizer, num_threads=self._num_threads
+                model,
+                heads,
+                self.facts,
+                self._config,
+                tokenizer=tokenizer,
+                num_threads=self._num_threads,
+                group=self._group,
             )
             return decoder
         from rose.cuda_decoder_load import load_cuda_decoder  # needs Triton
 
         cuda_decoder, self.facts = load_cuda_decoder(
             model,
-            self._model_config,
+            heads,
             self.facts,
             self._config,
             device=self._device,

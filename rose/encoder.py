@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ipc.step import STATUS_BAD_TOKEN, STATUS_NON_FINITE
 from rose.attention.interface import AttentionBackend
 from rose.batch import Rows, encode_batch
+from rose.distributed.group import ALONE, Group
 from rose.layers.activation import Activation, activation
 from rose.layers.linear import Linear
 from rose.models.config import ModelConfig
@@ -40,17 +41,22 @@ class EncoderParts(NamedTuple):
 class Encoder:
     """Runs steps as they are, in torch's own operators: on CPU, and as the reference of everything else."""
 
-    def __init__(self, parts: EncoderParts, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self, parts: EncoderParts, attention: AttentionBackend, device: torch.device, group: Group = ALONE
+    ) -> None:
         self._model, self._head, task = parts
         self._attention = attention
         self._device = device
         self._pools = isinstance(task, EmbedTask)
         self._defaults = parts.defaults
+        self._leads = group.leads
 
     def run(self, rows: Rows) -> None:
-        """Forward pass of `rows`, results into its `status` and `values`."""
+        """Forward pass of `rows`, results into its `status` and `values`; the leader's, of a group."""
         batch = encode_batch(rows, self._device)
         output = self._model(batch, self._attention.ragged(batch.sequences))
+        if not self._leads:
+            return
         failed = torch.from_numpy(rows.bad_tokens).to(self._device, non_blocking=True).to(torch.int32)
         failed.mul_(STATUS_BAD_TOKEN)
         pooled: dict[str, Tensor] = {}
@@ -65,10 +71,15 @@ class Encoder:
 
 
 def load_encoder(
-    directory: Path, config: ModelConfig, task: EmbedTask | ScoreTask, device: torch.device, dtype: torch.dtype
+    directory: Path,
+    config: ModelConfig,
+    task: EmbedTask | ScoreTask,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: Group = ALONE,
 ) -> EncoderParts:
     """Builds the model on `device` and streams its weights. Raises ModelError."""
-    model = load_model(directory, config, task, device, dtype)
+    model = load_model(directory, config, task, device, dtype, group)
     with device:
         head = _build_head(task)
     return EncoderParts(model, head, task)

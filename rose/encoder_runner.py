@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from ipc.control import Join
 from ipc.step import StepPlan
@@ -17,6 +18,8 @@ from rose.batch import write_plain_rows
 from rose.config import RankConfig
 from rose.cpu_encoder import CpuEncoder
 from rose.device import resolve_device, resolve_dtype
+from rose.distributed.group import ALONE, Group, form_group
+from rose.distributed.shard import check_sizes
 from rose.encoder import load_encoder
 from rose.encoder_facts import encoder_facts
 from rose.models.config import ModelError, read_config
@@ -52,7 +55,15 @@ class EncoderRunner:
     `shapes` is a file for the list of shapes that have graphs; without it every start begins without one.
     """
 
-    def __init__(self, name: str, directory: Path, config: RankConfig, *, shapes: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        config: RankConfig,
+        *,
+        shapes: Path | None = None,
+        tensor_parallel_size: int = 1,
+    ) -> None:
         self._directory = directory
         self._config = config
         self._shapes = shapes
@@ -67,7 +78,8 @@ class EncoderRunner:
         self._device = torch.device(resolve_device(config.device))
         self._dtype = resolve_dtype(config.dtype, self._device.type)
         self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
-        self.facts = encoder_facts(
+        check_sizes(self._model_config, tensor_parallel_size)
+        facts = encoder_facts(
             name=name,
             directory=directory,
             model=self._model_config,
@@ -77,10 +89,16 @@ class EncoderRunner:
             dtype=str(self._dtype).removeprefix("torch."),
             num_threads=self._num_threads,
         )
+        self.facts = replace(facts, tensor_parallel_size=tensor_parallel_size)
+        self._group: Group = ALONE
         self._encoder: DeviceEncoder | None = None
 
     def load(self, join: Join | None = None) -> ModelFacts:
-        """Reads the weights and runs the largest admissible step once. Raises ModelError, OutOfMemory."""
+        """Forms the group, reads the weights and runs the largest admissible step once.
+
+        Raises ModelError, OutOfMemory.
+        """
+        self._group = form_group(join, self._device)
         try:
             self._encoder = self._load()
         except torch.OutOfMemoryError as error:
@@ -122,9 +140,9 @@ class EncoderRunner:
     def _load(self) -> DeviceEncoder:
         if self._device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(self._config.memory_fraction)
-        parts = load_encoder(self._directory, self._model_config, self._task, self._device, self._dtype)
+        parts = load_encoder(self._directory, self._model_config, self._task, self._device, self._dtype, self._group)
         if self._device.type == "cpu":
-            return CpuEncoder(parts, self.facts, self._num_threads)
+            return CpuEncoder(parts, self.facts, self._num_threads, self._group)
         from rose.cuda_encoder import CudaEncoder  # needs Triton
 
         return CudaEncoder(

@@ -10,9 +10,10 @@ from rose.models.task import GenerateTask, read_task
 
 
 def make_runner(
-    name: str, directory: Path, config: RankConfig, *, shapes: Path | None = None
+    name: str, directory: Path, config: RankConfig, *, shapes: Path | None = None, tensor_parallel_size: int = 1
 ) -> EncoderRunner | DecoderRunner:
-    """Not yet loaded. `shapes` is a file for the list of shapes that have graphs. Raises ModelError, ValueError."""
+    """Not yet loaded: that needs the other ranks, if there are any. `shapes` is a file for the list of shapes that have
+    graphs. Raises ModelError, ValueError."""
     task = read_task(directory, read_config(directory), config.task)
     runner = DecoderRunner if isinstance(task, GenerateTask) else EncoderRunner
-    return runner(name, directory, config, shapes=shapes)
+    return runner(name, directory, config, shapes=shapes, tensor_parallel_size=tensor_parallel_size)

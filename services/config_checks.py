@@ -105,8 +105,6 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
             first = listening.setdefault(model.scheduler.listen, index)
             if first != index:
                 yield f"{key}.scheduler.listen: models[{first}] listens there; give each model an endpoint of its own"
-        if model.tensor_parallel_size > 1:
-            yield f"{key}.tensor_parallel_size: {model.tensor_parallel_size} is not supported yet; only 1 is"
 
 
 def _table_problems(raw: Any, schema: type[Struct], path: str) -> Iterator[str]:

@@ -29,9 +29,16 @@ def serve(run: RunConfig, log: Log, run_dir: Path, model: str, replica: str, ran
     from rose.worker import serve as serve_rank
 
     log("imported")
-    config = run.config.model(model).rank
+    settings = run.config.model(model)
+    config = settings.rank
     try:
-        runner = make_runner(model, run.paths()[model], config, shapes=shapes_file(run_dir, model))
+        runner = make_runner(
+            model,
+            run.paths()[model],
+            config,
+            shapes=shapes_file(run_dir, model),
+            tensor_parallel_size=settings.tensor_parallel_size,
+        )
     except ValueError as error:  # files or settings; nothing else has happened yet
         raise CannotBoot(f"{model}: {error}") from error
     settle_memory()

@@ -1,13 +1,15 @@
 """A group of ranks on CPU, over gloo: connections on the loopback device, since all ranks of a replica share a host."""
 
 from datetime import timedelta
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
 
 from rose.distributed.group import LEADER
 
 TIMEOUT = timedelta(hours=1)  # schedulers kill a group that stands still long before
+_Gloo: Any = dist.ProcessGroupGloo  # its methods come from C++, without types
 
 
 class GlooGroup:
@@ -15,16 +17,16 @@ class GlooGroup:
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self.rank, self.size, self.leads = rank, size, rank == LEADER
-        options = ProcessGroupGloo._Options()
+        options = _Gloo._Options()
         options._timeout = TIMEOUT
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._store = FileStore(path, size)
-        self._group = ProcessGroupGloo(self._store, rank, size, options)
-        self._from_leader = BroadcastOptions()
+        options._devices = [_Gloo.create_device(hostname="127.0.0.1")]
+        self._store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+        self._group = _Gloo(self._store, rank, size, options)
+        self._from_leader = dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._group.allreduce(x).wait()
+        self._group.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -1,21 +1,54 @@
 """Lookup tables: words, positions, token types."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rose.distributed.group import ALONE, Group
+from rose.distributed.shard import Shard, shard, share
 from rose.layers.norm import LayerNorm
 
 
 class Embedding(nn.Module):
-    """Rows of weight [num_embeddings, hidden_size] by index."""
+    """Rows of weight [num_embeddings / size, hidden_size] by index: each rank has its part of the vocabulary."""
 
-    def __init__(self, num_embeddings: int, hidden_size: int) -> None:
+    def __init__(self, num_embeddings: int, hidden_size: int, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_embeddings, hidden_size))
+        self.weight = nn.Parameter(torch.empty(share(num_embeddings, group), hidden_size))
+        self.group = group
+        self._shard = shard(0, num_embeddings, group)
 
     def forward(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.weight)
+        return self.lookup(indices, F.embedding)
+
+    def lookup(self, indices: Tensor, rows: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[T, hidden_size] by `rows`(indices, weight); another rank's rows count as zeros, the sum has them all."""
+        if self.group.size == 1:
+            return rows(indices, self.weight)
+        local = indices - self._shard.begin
+        outside = (local < 0) | (local >= self._shard.end - self._shard.begin)
+        x = rows(local.masked_fill_(outside, 0), self.weight)
+        return self.group.all_reduce(x.masked_fill_(outside[:, None], 0.0))
+
+    def shard(self, name: str, part: int) -> Shard:
+        """See rose.layers.linear.Linear.shard."""
+        return self._shard
+
+
+class GatherLogits(nn.Module):
+    """Logits of each rank's part of the vocabulary [N, vocab_size / size] -> float32 [N, vocab_size] of all."""
+
+    def __init__(self, vocab_size: int, *, group: Group = ALONE) -> None:
+        super().__init__()
+        self._vocab_size, self._group = vocab_size, group
+
+    def forward(self, logits: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return logits.float()
+        parts = self._group.all_gather(logits).transpose(0, 1).flatten(1)
+        return parts[:, : self._vocab_size].float().contiguous()
 
 
 class PositionedEmbeddings(nn.Module):

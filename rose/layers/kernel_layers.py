@@ -16,7 +16,7 @@ from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
 from rose.layers.activation import activation
 from rose.layers.embedding import Embedding, PositionedEmbeddings
-from rose.layers.linear import FusedLinear, Linear, RowsLinear
+from rose.layers.linear import ColumnLinear, FusedLinear, Linear, RowLinear, RowsLinear
 from rose.layers.mlp import SiluMul
 from rose.layers.norm import LayerNorm, RMSNorm
 from rose.layers.rotary import Rotary, Turn, split_heads
@@ -47,18 +47,22 @@ Stream = Tensor | PartialSums
 
 
 class KernelLinear(nn.Module):
-    """The residual addition is the product's own (beta = 1), or left to the next norm where a skinny product is split;
-    an exact GELU takes the bias with it."""
+    """The residual addition is the product's own (beta = 1), or left to the next norm where a skinny product is split
+    or summed over ranks; an exact GELU takes the bias with it."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self._group = linear.group
         self._gelu = linear.act == "gelu"
         self._activation = None if linear.act in ("identity", "gelu") else activation(linear.act)
 
     def forward(self, x: Stream, *, norm: nn.Module | None = None, residual: Stream | None = None) -> Stream:
         x = (x.added() if isinstance(x, PartialSums) else x) if norm is None else norm(x)
         residual = residual.added() if isinstance(residual, PartialSums) else residual
+        if self._group.size > 1:
+            y = self._group.all_reduce(F.linear(x, self.weight, self.bias))
+            return y if residual is None else PartialSums(residual, y[None])
         if self._gelu:
             y = F.linear(x, self.weight)
             y = gelu(y, self.bias, out=y)
@@ -106,10 +110,10 @@ class KernelSiluMul(nn.Module):
 class KernelEmbedding(nn.Module):
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.weight = embedding.weight
+        self.weight, self._lookup = embedding.weight, embedding.lookup
 
     def forward(self, indices: Tensor) -> Tensor:
-        return embed(indices, self.weight)
+        return self._lookup(indices, embed)
 
 
 class KernelPositionedEmbeddings(nn.Module):
@@ -161,6 +165,8 @@ class KernelRotary(nn.Module):
 KERNEL_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     Linear: KernelLinear,
     FusedLinear: KernelLinear,
+    ColumnLinear: KernelLinear,
+    RowLinear: KernelLinear,
     RowsLinear: KernelLinear,
     RMSNorm: KernelRMSNorm,
     LayerNorm: KernelLayerNorm,

@@ -31,12 +31,14 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self._group = linear.group
         self._post_op, self._algorithm = _POST_OPS.get(linear.act, ("none", ""))
         self._activation = None if linear.act in _POST_OPS else activation(linear.act)
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         x = x if norm is None else norm(x)
         y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._post_op, [], self._algorithm)
+        y = self._group.all_reduce(y)
         y = y if self._activation is None else self._activation(y)
         return y if residual is None else residual.add_(y)
 

@@ -20,14 +20,16 @@ class TransposedLinear(nn.Module):
         super().__init__()
         self._weight = linear.weight.detach().t().contiguous()
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self._group = linear.group
         self._activation = None if linear.act == "identity" else activation(linear.act)
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         x = x if norm is None else norm(x)
-        if residual is not None and self._activation is None:
+        if residual is not None and self._activation is None and self._group.size == 1:
             residual = residual if self._bias is None else residual.add_(self._bias)
             return residual.addmm_(x, self._weight)
         y = torch.mm(x, self._weight) if self._bias is None else torch.addmm(self._bias, x, self._weight)
+        y = self._group.all_reduce(y)
         y = y if self._activation is None else self._activation(y)
         return y if residual is None else residual.add_(y)
 

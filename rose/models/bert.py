@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from rose.attention.interface import Attend
 from rose.batch import EncodeBatch
+from rose.distributed.group import ALONE, Group
 from rose.layers.attention import Attention
 from rose.layers.embedding import PositionedEmbeddings
-from rose.layers.linear import FusedLinear, Linear
+from rose.layers.linear import ColumnLinear, FusedLinear, Linear, RowLinear
 from rose.layers.norm import LayerNorm
 from rose.models.config import ModelConfig
 from rose.models.task import ScoreTask
@@ -31,14 +32,15 @@ def embeddings(config: ModelConfig) -> PositionedEmbeddings:
 
 
 class BertSelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.query_key_value = FusedLinear(config.hidden_size, 3 * (config.hidden_size,))
+        self.query_key_value = FusedLinear(config.hidden_size, 3 * (config.hidden_size,), group=group)
         self.attention = Attention(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             causal=config.causal,
+            group=group,
         )
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
@@ -49,9 +51,9 @@ class BertSelfAttention(nn.Module):
 class BertOutput(nn.Module):
     """LayerNorm(residual + dense(x)): closes both halves of a layer."""
 
-    def __init__(self, config: ModelConfig, in_features: int) -> None:
+    def __init__(self, config: ModelConfig, in_features: int, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.dense = Linear(in_features, config.hidden_size)
+        self.dense = RowLinear(in_features, config.hidden_size, group=group)
         self.LayerNorm = LayerNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -59,30 +61,30 @@ class BertOutput(nn.Module):
 
 
 class BertAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.self = BertSelfAttention(config)
-        self.output = BertOutput(config, config.hidden_size)
+        self.self = BertSelfAttention(config, group=group)
+        self.output = BertOutput(config, config.hidden_size, group=group)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         return self.output(self.self(x, attend), x)
 
 
 class BertIntermediate(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.intermediate_size, act=config.hidden_act)
+        self.dense = ColumnLinear(config.hidden_size, config.intermediate_size, act=config.hidden_act, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense(x)
 
 
 class BertLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.attention = BertAttention(config)
-        self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config, config.intermediate_size)
+        self.attention = BertAttention(config, group=group)
+        self.intermediate = BertIntermediate(config, group=group)
+        self.output = BertOutput(config, config.intermediate_size, group=group)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         x = self.attention(x, attend)
@@ -90,9 +92,9 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        self.layer = nn.ModuleList(BertLayer(config, group=group) for _ in range(config.num_hidden_layers))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         for layer in self.layer:
@@ -116,10 +118,10 @@ class BertModel(nn.Module):
     prefixes = ("bert.",)
     unused = ("pooler.", "cls.", "embeddings.position_ids")  # heads and buffers of other uses
 
-    def __init__(self, config: ModelConfig, pooler: BertPooler | None = None) -> None:
+    def __init__(self, config: ModelConfig, pooler: BertPooler | None = None, *, group: Group = ALONE) -> None:
         super().__init__()
         self.embeddings = embeddings(config)
-        self.encoder = BertEncoder(config)
+        self.encoder = BertEncoder(config, group=group)
         self.pooler = pooler
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
@@ -139,9 +141,9 @@ class BertForSequenceClassification(nn.Module):
     prefixes = ()
     unused = ("bert.embeddings.position_ids",)
 
-    def __init__(self, config: ModelConfig, task: ScoreTask) -> None:
+    def __init__(self, config: ModelConfig, task: ScoreTask, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.bert = BertModel(config, BertPooler(config))
+        self.bert = BertModel(config, BertPooler(config), group=group)
         self.classifier = Linear(config.hidden_size, task.num_labels)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:

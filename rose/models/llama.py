@@ -12,9 +12,10 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from rose.attention.interface import Attend
+from rose.distributed.group import ALONE, Group
 from rose.layers.attention import Attention
-from rose.layers.embedding import Embedding
-from rose.layers.linear import FusedLinear, Linear
+from rose.layers.embedding import Embedding, GatherLogits
+from rose.layers.linear import ColumnLinear, FusedLinear, RowLinear
 from rose.layers.mlp import GatedMlp
 from rose.layers.norm import RMSNorm
 from rose.layers.rotary import Rotary, Turn
@@ -36,12 +37,13 @@ class Tokens(Protocol):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig, *, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, *, qk_norm: bool, group: Group = ALONE) -> None:
         super().__init__()
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.qkv_proj = FusedLinear(config.hidden_size, (q_size, kv_size, kv_size), bias=config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        sizes, bias = (q_size, kv_size, kv_size), config.attention_bias
+        self.qkv_proj = FusedLinear(config.hidden_size, sizes, bias=bias, group=group)
+        self.o_proj = RowLinear(q_size, config.hidden_size, bias=bias, group=group)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.attention = Attention(
@@ -49,6 +51,7 @@ class LlamaAttention(nn.Module):
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             causal=config.causal,
+            group=group,
         )
 
     def forward(self, x: Tensor, norm: RMSNorm, turn: Turn, attend: Attend) -> Tensor:
@@ -57,12 +60,12 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: ModelConfig, *, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, *, qk_norm: bool, group: Group = ALONE) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = LlamaAttention(config, qk_norm=qk_norm)
+        self.self_attn = LlamaAttention(config, qk_norm=qk_norm, group=group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, group=group)
 
     def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
         x = self.self_attn(x, self.input_layernorm, turn, attend)
@@ -76,10 +79,12 @@ class LlamaModel(nn.Module):
     prefixes = ("model.",)
     unused = ("lm_head.",)  # heads of other uses
 
-    def __init__(self, config: ModelConfig, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, qk_norm: bool = False, group: Group = ALONE) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config, qk_norm=qk_norm) for _ in range(config.num_hidden_layers))
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group=group)
+        self.layers = nn.ModuleList(
+            LlamaLayer(config, qk_norm=qk_norm, group=group) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary = Rotary(
             config.head_dim, config.max_position_embeddings, config.rope_theta, scaling=config.rope_scaling
@@ -98,12 +103,13 @@ class LlamaForCausalLM(nn.Module):
 
     fused = FUSED
     prefixes = ()
-    model_class: type[LlamaModel] = LlamaModel
+    qk_norm = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.model = self.model_class(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = LlamaModel(config, qk_norm=self.qk_norm, group=group)
+        self.lm_head = ColumnLinear(config.hidden_size, config.vocab_size, bias=False, group=group)
+        self.gather = GatherLogits(config.vocab_size, group=group)
         self.unused: tuple[str, ...] = ()
         self.tied: dict[str, str] = {}
         if config.tie_word_embeddings:  # one matrix, not two alike
@@ -117,4 +123,4 @@ class LlamaForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
-        return self.lm_head(hidden).float()
+        return self.gather(self.lm_head(hidden))

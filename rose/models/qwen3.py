@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from rose.attention.interface import Attend
 from rose.batch import EncodeBatch
+from rose.distributed.group import ALONE, Group
 from rose.layers.linear import Linear, RowsLinear
 from rose.models.config import ModelConfig, ModelError
 from rose.models.llama import FUSED, LlamaForCausalLM, LlamaModel
@@ -13,14 +14,14 @@ from rose.models.task import ScoreTask
 class Qwen3Model(LlamaModel):
     """Token ids -> hidden states [T, H]."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, qk_norm=True)
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
+        super().__init__(config, qk_norm=True, group=group)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Token ids -> hidden states, and their logits."""
 
-    model_class = Qwen3Model
+    qk_norm = True
 
 
 class Qwen3ForSequenceClassification(nn.Module):
@@ -30,9 +31,9 @@ class Qwen3ForSequenceClassification(nn.Module):
     prefixes = ()
     unused = ()
 
-    def __init__(self, config: ModelConfig, task: ScoreTask) -> None:
+    def __init__(self, config: ModelConfig, task: ScoreTask, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.model = Qwen3Model(config)
+        self.model = Qwen3Model(config, group=group)
         self.score = Linear(config.hidden_size, task.num_labels, bias=False)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
@@ -49,12 +50,12 @@ class Qwen3ForYesNo(nn.Module):
     prefixes = ()
     unused = ()
 
-    def __init__(self, config: ModelConfig, task: ScoreTask) -> None:
+    def __init__(self, config: ModelConfig, task: ScoreTask, *, group: Group = ALONE) -> None:
         super().__init__()
         for token_id in (task.yes_token_id, task.no_token_id):
             if token_id >= config.vocab_size:
                 raise ModelError(f"answer token {token_id} is outside the vocabulary of {config.vocab_size}")
-        self.model = Qwen3Model(config)
+        self.model = Qwen3Model(config, group=group)
         rows = (task.yes_token_id, task.no_token_id) if task.no_token_id >= 0 else (task.yes_token_id,)
         self.lm_head = RowsLinear(config.hidden_size, rows)
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}

@@ -4,6 +4,7 @@ import importlib
 
 from torch import nn
 
+from rose.distributed.group import ALONE, Group
 from rose.models.config import ModelConfig, ModelError
 from rose.models.task import ScoreTask, Task
 
@@ -23,11 +24,15 @@ _MODELS = {
 }
 
 
-def build_model(config: ModelConfig, task: Task) -> nn.Module:
-    """The model, its parameters not yet loaded, on the default device and dtype. Raises ModelError."""
+def build_model(config: ModelConfig, task: Task, group: Group = ALONE) -> nn.Module:
+    """The model, or this rank's part of it, its parameters not yet loaded, on the default device and dtype.
+
+    Raises ModelError.
+    """
     place = _MODELS.get((config.model_type, task.kind))
     if place is None:
         raise ModelError(f"a {config.model_type} model cannot be served for {task.kind!r}")
     module, _, name = place.partition(":")
     model_class = getattr(importlib.import_module(module), name)
-    return model_class(config, task) if isinstance(task, ScoreTask) else model_class(config)
+    arguments = (config, task) if isinstance(task, ScoreTask) else (config,)
+    return model_class(*arguments, group=group)

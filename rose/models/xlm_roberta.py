@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rose.attention.interface import Attend
 from rose.batch import EncodeBatch
+from rose.distributed.group import ALONE, Group
 from rose.layers.linear import Linear
 from rose.models.bert import FUSED, BertEncoder, embeddings
 from rose.models.config import ModelConfig
@@ -20,10 +21,10 @@ class XlmRobertaModel(nn.Module):
     prefixes = ("roberta.",)
     unused = ("pooler.", "lm_head.", "embeddings.position_ids")  # heads and buffers of other uses
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, group: Group = ALONE) -> None:
         super().__init__()
         self.embeddings = embeddings(config)
-        self.encoder = BertEncoder(config)
+        self.encoder = BertEncoder(config, group=group)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:
         x = self.embeddings(batch.input_ids, batch.positions, batch.token_types)
@@ -47,9 +48,9 @@ class XlmRobertaForSequenceClassification(nn.Module):
     prefixes = ()
     unused = ("roberta.embeddings.position_ids", "roberta.pooler.")
 
-    def __init__(self, config: ModelConfig, task: ScoreTask) -> None:
+    def __init__(self, config: ModelConfig, task: ScoreTask, *, group: Group = ALONE) -> None:
         super().__init__()
-        self.roberta = XlmRobertaModel(config)
+        self.roberta = XlmRobertaModel(config, group=group)
         self.classifier = XlmRobertaClassificationHead(config, task.num_labels)
 
     def forward(self, batch: EncodeBatch, attend: Attend) -> Tensor:

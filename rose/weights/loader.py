@@ -1,16 +1,21 @@
 """Streams a model's weight files into its parameters, one tensor at a time. Strict: nothing missing, nothing over.
 
+A rank reads its part of each tensor and no more of safetensors; of GGUF, whose blocks must be turned into numbers
+first, it keeps its part.
+
 What it asks of a model (class or instance attributes): `fused` {our module: the file's modules, stacked}, `prefixes`
 that file names may carry, `unused` beginnings of names to leave alone, `tied` {parameter: the one it copies}.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rose.distributed.shard import Shard
 from rose.layers.linear import FusedLinear, RowsLinear
 from rose.models.config import ModelError, read_json
 
@@ -39,24 +44,43 @@ def load_weights(model: nn.Module, files: list[Path]) -> None:
     """Fills every parameter of `model` from `files`, converting to its dtype and device. Raises ModelError."""
     target = _Target(model)
     for file in files:
-        for name, tensor in _stream(file, target.wants):
-            target.load(name, tensor, file)
+        try:
+            for name, stored in _stream(file, target.wants):
+                target.load(name, stored, file)
+        except SafetensorError as error:
+            raise ModelError(f"{file} is damaged ({error}): fetch the model again") from None
     target.check_complete(files[0].parent)
 
 
-def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+class _Stored:
+    """A tensor of a file, to be read in part."""
+
+    def __init__(self, source: Any, shape: Sequence[int]) -> None:
+        self._source = source
+        self.shape = tuple(shape)
+
+    def read(self, shard: Shard | None) -> Tensor:
+        if shard is None:
+            return self._source[...]
+        begin, end = shard.begin, shard.end
+        return self._source[begin:end] if shard.dim == 0 else self._source[:, begin:end]
+
+    def rows(self, rows: Sequence[int]) -> Tensor:
+        return torch.cat([self._source[row : row + 1] for row in rows])
+
+
+def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, _Stored]]:
     if file.suffix == ".gguf":
         from rose.weights.gguf import stream_gguf  # others need not wait for its import
 
-        yield from stream_gguf(file, wanted)
+        for name, tensor in stream_gguf(file, wanted):
+            yield name, _Stored(tensor, tensor.shape)
         return
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                if wanted(name):
-                    yield name, tensors.get_tensor(name)
-    except SafetensorError as error:
-        raise ModelError(f"{file} is damaged ({error}): fetch the model again") from None
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dict
+            if wanted(name):
+                stored = tensors.get_slice(name)
+                yield name, _Stored(stored, stored.get_shape())
 
 
 class _Target:
@@ -82,14 +106,14 @@ class _Target:
     def wants(self, name: str) -> bool:
         return not name.endswith(_COMPUTED) and not any(form.startswith(self._unused) for form in self._forms(name))
 
-    def load(self, name: str, tensor: Tensor, file: Path) -> None:
+    def load(self, name: str, stored: _Stored, file: Path) -> None:
         """Copies one tensor to where it belongs. Raises ModelError if there is no such place or shape."""
         for form in self._forms(name):
             place, index = self._place(form)
             if place in self._parameters:
-                self._copy(place, index, tensor, f"{file}: {name}")
+                self._copy(place, index, stored, f"{file}: {name}")
                 if place in self._copies and (self._copies[place], 0) in self._missing:
-                    self._copy(self._copies[place], 0, tensor, f"{file}: {name}")
+                    self._copy(self._copies[place], 0, stored, f"{file}: {name}")
                 return
         raise ModelError(f"{file} holds {name!r}, which this architecture does not have")
 
@@ -113,15 +137,28 @@ class _Target:
             return ".".join(components), index
         return name, 0
 
-    def _copy(self, name: str, index: int, tensor: Tensor, what: str) -> None:
+    @torch.no_grad()
+    def _copy(self, name: str, index: int, stored: _Stored, what: str) -> None:
         module, parameter = self._owner(name), self._parameters[name]
         place = module.part(parameter, index) if isinstance(module, FusedLinear) else parameter
+        find_shard = getattr(module, "shard", None)
+        shard: Shard | None = None if find_shard is None else find_shard(name.rpartition(".")[2], index)
+        expected = list(place.shape)
+        if shard is not None:
+            expected[shard.dim] = shard.total
         if isinstance(module, RowsLinear):
-            tensor = tensor[list(module.rows)]
-        if place.shape != tensor.shape:
-            raise ModelError(f"{what} has shape {list(tensor.shape)}, expected {list(place.shape)}")
-        with torch.no_grad():
-            place.copy_(tensor)
+            expected[0] = max(stored.shape[0], *(row + 1 for row in module.rows))
+        if list(stored.shape) != expected:
+            raise ModelError(f"{what} has shape {list(stored.shape)}, expected {expected}")
+        if isinstance(module, RowsLinear):
+            place.copy_(stored.rows(module.rows))
+        elif shard is None:
+            place.copy_(stored.read(None))
+        else:
+            count = shard.end - shard.begin
+            place.narrow(shard.dim, count, place.shape[shard.dim] - count).zero_()
+            if count:
+                place.narrow(shard.dim, 0, count).copy_(stored.read(shard))
         self._missing.discard((name, index))
 
     def _owner(self, name: str) -> nn.Module:

@@ -96,7 +96,7 @@ def test_paths_become_absolute() -> None:
         ({"rank": {"kv_cache_bytes": -1}}, "rank.kv_cache_bytes: must be 1..1125899906842624, got -1"),
         ({"models": [{**MODEL, "rank": {"num_threads": 0}}]}, "models[0].rank.num_threads: must be 1..1024, got 0"),
         ({"models": [{**MODEL, "memory_fraction": 0.0}]}, "models[0].memory_fraction: must be 0.01..1.0, got 0.0"),
-        ({"models": [{**MODEL, "tensor_parallel_size": 2}]}, "models[0].tensor_parallel_size: 2 is not supported yet"),
+        ({"models": [{**MODEL, "tensor_parallel_size": 0}]}, "models[0].tensor_parallel_size: must be 1..64, got 0"),
         ({"rank": {"device": "gpu"}}, "models[0].rank.device: must be auto, cpu or cuda, got 'gpu'"),
         ({"models": [{**MODEL, "name": "a b"}]}, "models[0].name: 'a b' must be"),
         ({"models": [{**MODEL, "name": "gateways"}]}, "models[0].name: 'gateways' is what the commands call"),
