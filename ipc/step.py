@@ -71,7 +71,9 @@ class StepPlan(Struct, frozen=True, tag=True, omit_defaults=True):
     canary: bool = False  # a health check's own step; its result is nobody's answer
     # generation
     draft_length: Count = 0
-    keep_draft: bool = True  # without drafts: still fill the draft's KV, so that the sequences may speculate later
+    keep_draft: bool = (
+        True  # drafts or not: the draft's state stays valid, so that the sequences may speculate later
+    )
     num_admissions: Count = 0
     num_new_blocks: Count = 0
     num_releases: Count = 0

@@ -51,7 +51,7 @@ class Drafts(NamedTuple):
 class Closing(NamedTuple):
     """A step's R rows when tokens are decided, its T tokens as they were computed, rejected ones included.
 
-    Slots do not know the new tokens yet: of row r, `inputs.paged.kv_lengths[r]` less its tokens in this step are computed.
+    Slots do not know the new tokens yet: row r began behind `inputs.paged.kv_lengths[r]` less its tokens in this step.
     Tensors are the step's own: what is to be carried over is copied.
     """
 

@@ -163,11 +163,10 @@ class Answers:
         figures.num_generated_tokens += int(taken.sum())
         figures.num_prefilled_tokens += sum(row.end - row.start for row in step.prefills)
         if step.draft_length:
-            drafts, accepted = _ints(arrays["num_drafts"][: len(rows)]), np.maximum(counts - 1, 0)
+            drafts, accepted = _ints(arrays["num_drafts"][: len(rows)]) * (counts > 0), np.maximum(counts - 1, 0)
             lanes.num_drafts[rows] += drafts
-            lanes.num_accepted[rows] += accepted
-            figures.num_draft_tokens += int(drafts.sum())
-            figures.num_accepted_tokens += int(accepted.sum())
+            lanes.num_accepted[rows] += np.minimum(accepted, taken)  # of those that its client gets
+            figures.count_drafts(drafts, accepted)
 
     def _observe(self, rows: Ints, taken: Ints, now: float) -> None:
         """Times to the first token, and per token after it."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from ipc.types import ModelFacts
 from scheduler.config import SchedulerConfig
+from scheduler.llm.draft_lengths import keeps_draft
 from scheduler.llm.lanes import NOWHERE, Flags, Ints
 from scheduler.llm.memory import Memory
 from scheduler.llm.prefills import Prefills
@@ -50,6 +51,7 @@ class Composer:
         elif len(decoding):
             tables.draft_length = self._draft_length_of(len(decoding), num_tokens)
         self._add_decodes(tables, decoding, num_seqs, num_tokens)
+        tables.keep_draft = keeps_draft(self._facts, tables.num_rows)
 
     def compose_trial(self, tables: Tables, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A step of one sequence alone."""

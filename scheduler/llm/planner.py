@@ -6,6 +6,7 @@ clocks and epochs.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from scheduler.llm.answers import Answers, check_answer
 from scheduler.llm.canary import write_canary
 from scheduler.llm.composer import Composer, DraftLength
 from scheduler.llm.door import open_request
+from scheduler.llm.draft_lengths import draft_length as facts_draft_length
 from scheduler.llm.roster import Roster
 from scheduler.llm.sequence import Sequence
 from scheduler.llm.tables import NO_LANES, Step, Tables
@@ -30,12 +32,8 @@ from scheduler.request import Request
 from scheduler.stats import Stats
 
 
-def no_drafts(num_seqs: int) -> int:
-    return 0
-
-
 class GeneratePlanner:
-    """Implements scheduler.planner.Planner."""
+    """Implements scheduler.planner.Planner. `draft_length`: as in Composer; None: what the model's facts say."""
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class GeneratePlanner:
         config: SchedulerConfig,
         stats: Stats,
         quarantine: Quarantine,
-        draft_length: DraftLength = no_drafts,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self._facts = facts
         self.config = config
@@ -52,7 +50,7 @@ class GeneratePlanner:
         self._trials = self.roster.trials
         self._stats = stats
         self._quarantine = quarantine
-        self._composer = Composer(facts, config, self.roster, draft_length)
+        self._composer = Composer(facts, config, self.roster, draft_length or partial(facts_draft_length, facts))
         self._answers = Answers(facts, self.residents, self.roster.figures)
         self._limit = MemoryLimit(facts.max_num_seqs, facts.max_num_batched_tokens)
         self._in_flight: dict[int, Step] = {}  # by step number, oldest first

@@ -76,6 +76,7 @@ class Tables:
     num_params_bytes: int = 0
     num_prompt_lines: int = 0
     draft_length: int = 0
+    keep_draft: bool = True
     decodes: Ints = field(default_factory=lambda: NO_LANES)
     drafts: Ints = field(default_factory=lambda: NO_LANES)
     bounds: Ints = field(default_factory=lambda: NO_LANES)
@@ -168,6 +169,7 @@ class Tables:
             num_seqs=num_rows,
             num_tokens=self.num_input_ids,
             draft_length=self.draft_length,
+            keep_draft=self.keep_draft,
             num_admissions=self.num_admissions,
             num_new_blocks=self.num_new_blocks,
             num_releases=len(releases),

@@ -20,7 +20,7 @@ from ipc.step_ring import Arrays, RingError, StepRing, generate_layout
 from ipc.submit import Rejected, Submit, TokenChunk, TokenDelta
 from ipc.types import ModelFacts, SamplingParams, new_incarnation
 from scheduler.config import SchedulerConfig
-from scheduler.llm.planner import GeneratePlanner, no_drafts
+from scheduler.llm.planner import GeneratePlanner
 from scheduler.planner import Reply
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request
@@ -90,7 +90,7 @@ class GenerationSim:
         acceptance: float = 1.0,
         oom: float = 0.0,
         facts: ModelFacts = FACTS,
-        draft_length: Callable[[int], int] = no_drafts,
+        draft_length: Callable[[int], int] | None = lambda _: 0,
         **config: object,
     ) -> None:
         self.random = random.Random(seed)

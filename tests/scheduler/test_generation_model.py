@@ -1,29 +1,15 @@
 """The planner over a real model on CPU: company, cache and preemption change no token of anybody."""
 
 import random
-import select
-from collections import deque
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from ipc.step import StepPlan, StepResult
-from ipc.step_ring import generate_layout, local_slots
-from ipc.submit import Submit, TokenChunk
 from ipc.types import SamplingParams
 from rose.config import RankConfig
 from rose.decoder_runner import DecoderRunner
-from rose.runner import LazyTensor
-from scheduler.config import SchedulerConfig
-from scheduler.llm.planner import GeneratePlanner
-from scheduler.planner import Reply
-from scheduler.quarantine import Quarantine
-from scheduler.request import Request
-from scheduler.stats import Stats
+from tests.rose.speculation.replica import Jobs, Replica
 from tests.rose.tiny_lm import write_llama
-
-Jobs = list[tuple[list[int], SamplingParams]]
 
 
 @pytest.fixture(scope="module")
@@ -35,54 +21,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]:
     made.load()
     yield made
     made.close()
-
-
-class Replica:
-    """A planner and a runner in one process, two steps in flight."""
-
-    def __init__(self, runner: DecoderRunner) -> None:
-        runner.attach(None)
-        self.runner = runner
-        self.stats = Stats("tiny/0")
-        self.planner = GeneratePlanner(runner.facts, SchedulerConfig(), self.stats, Quarantine(1000))
-        self.slots = local_slots(generate_layout(runner.facts))
-        self.free = deque(range(len(self.slots)))
-        self.flying: deque[tuple[StepPlan, LazyTensor]] = deque()
-        self.tokens: dict[int, list[int]] = {}
-
-    def run(self, jobs: Jobs, arrivals: random.Random) -> list[list[int]]:
-        waiting = deque(enumerate(jobs))
-        while waiting or self.flying or self.stats.pending_requests:
-            while waiting and arrivals.random() < 0.3:
-                chunk_id, (prompt, params) = waiting.popleft()
-                submit = Submit(1, 1, chunk_id, [len(prompt)], 10**9, sampling=params)
-                frame = np.asarray(prompt, np.int32).tobytes()
-                assert self.planner.add(Request.from_submit(submit, frame, 1.0), 1.0) is None
-            while self._launch():
-                pass
-            if self.flying:
-                self._finish()
-        return [self.tokens[chunk_id] for chunk_id in range(len(jobs))]
-
-    def _launch(self) -> bool:
-        plan, replies = self.planner.plan(1.0, self.free[0], self.slots[self.free[0]])
-        self._take(replies)
-        if plan is not None:
-            self.flying.append((plan, self.runner.step(plan, self.slots[self.free.popleft()])))
-        return plan is not None
-
-    def _finish(self) -> None:
-        plan, lazy = self.flying.popleft()
-        while not lazy.ready():
-            select.select([lazy.fileno()], [], [], 1.0)
-        self._take(self.planner.apply(StepResult(0, plan.step), self.slots[plan.slot], 1.0))
-        self.free.append(plan.slot)
-
-    def _take(self, replies: list[Reply]) -> None:
-        for reply in replies:
-            assert isinstance(reply.message, TokenChunk), reply.message
-            for delta in reply.message.deltas:
-                self.tokens.setdefault(delta.chunk_id, []).extend(delta.tokens)
 
 
 def test_company_cache_and_preemption_change_no_token(runner: DecoderRunner) -> None:
@@ -97,9 +35,7 @@ def test_company_cache_and_preemption_change_no_token(runner: DecoderRunner) -> 
         jobs.append((prompt, params))
     replica = Replica(runner)
     together = replica.run(jobs, random.Random(1))
-    for job, tokens in zip(jobs, together, strict=True):
-        assert Replica(runner).run([job], random.Random(1)) == [tokens]
-    figures = replica.stats.generation
-    assert figures is not None
-    assert figures.num_preemptions > 0
-    assert figures.num_prefix_hit_tokens > 0
+    for job, answer in zip(jobs, together, strict=True):
+        assert Replica(runner).run([job], random.Random(1))[0].tokens == answer.tokens
+    assert replica.figures.num_preemptions > 0
+    assert replica.figures.num_prefix_hit_tokens > 0
