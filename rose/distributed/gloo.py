@@ -30,9 +30,9 @@ class GlooGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self.size, *x.shape)
-        self._group._allgather_base(parts, x.contiguous()).wait()
-        return parts
+        parts = x.new_empty(self.size * x.numel())
+        self._group._allgather_base(parts, x.reshape(-1)).wait()
+        return parts.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         self._group.broadcast([x], self._from_leader).wait()

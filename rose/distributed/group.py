@@ -74,4 +74,4 @@ def smallest(group: Group, number: int, device: torch.device) -> int:
     """The smallest of the ranks' numbers. Waits for them."""
     if group.size == 1:
         return number
-    return int(group.all_gather(torch.tensor(number, dtype=torch.int64, device=device)).min())
+    return int(group.all_gather(torch.tensor([number], dtype=torch.int64, device=device)).min())

@@ -26,9 +26,9 @@ class NcclGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts
+        parts = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(parts, x.reshape(-1))
+        return parts.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         dist.broadcast(x, LEADER)

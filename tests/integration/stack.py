@@ -44,6 +44,7 @@ class Stack:
         fake_rank: list[str] | None = None,
         num_gateways: int = 1,
         replicas: int = 1,
+        tensor_parallel_size: int = 1,
         scheduler: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
         rank: dict[str, Any] | None = None,
@@ -56,7 +57,12 @@ class Stack:
             "scheduler": scheduler or {},
             "rank": {"device": "cpu", "num_threads": 1, **(rank or {})},
             "models": [
-                {"name": name, "source": str(directory), "replicas": replicas}
+                {
+                    "name": name,
+                    "source": str(directory),
+                    "replicas": replicas,
+                    "tensor_parallel_size": tensor_parallel_size,
+                }
                 for name, directory in directories.items()
             ],
         }
