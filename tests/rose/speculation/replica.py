@@ -64,12 +64,14 @@ class Replica:
         assert self.stats.generation is not None
         return self.stats.generation
 
-    def run(self, jobs: Jobs, arrivals: random.Random, aborts: dict[int, int] | None = None) -> list[Answer]:
-        """Every job to its end; they come at random times, about three steps apart."""
+    def run(
+        self, jobs: Jobs, arrivals: random.Random, aborts: dict[int, int] | None = None, arrival: float = 0.3
+    ) -> list[Answer]:
+        """Every job to its end; between two steps one comes with the chance `arrival`, and then perhaps another."""
         self.aborts = dict(aborts or {})
         waiting = deque(enumerate(jobs))
         while waiting or self.flying or self.stats.pending_requests:
-            while waiting and arrivals.random() < 0.3:
+            while waiting and arrivals.random() < arrival:
                 chunk_id, (prompt, params) = waiting.popleft()
                 self.answers[chunk_id] = Answer()
                 submit = Submit(1, 1, chunk_id, [len(prompt)], 10**9, sampling=params)

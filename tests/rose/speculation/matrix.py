@@ -1,0 +1,106 @@
+"""What a proposer must not change: a token, an end, a log probability, whatever the parameters and the company.
+
+`Matrix` has the answers without drafts; `check` compares a proposer's with them. Jobs are greedy unless said otherwise:
+a proposer whose drafts are drawn gives other draws (of the same distribution).
+"""
+
+import random
+from pathlib import Path
+
+from llguidance import LLMatcher
+
+from ipc.types import SamplingParams
+from rose.config import RankConfig, SpeculationConfig
+from rose.decoder_runner import DecoderRunner
+from tests.rose.speculation.replica import Answer, Jobs, Replica
+from tests.rose.tiny_lm import VOCAB_SIZE
+
+LIMITS = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 112}
+SMALL_CACHE, LARGE_CACHE = 16, 80  # blocks: the former makes sequences yield to each other
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # of the tiny models
+GRAMMAR = LLMatcher.grammar_from_regex("([a-c]{1,3}[0-9]{2}-)*end")
+
+
+def make_runner(
+    directory: Path, speculation: SpeculationConfig | None = None, blocks: int = LARGE_CACHE
+) -> DecoderRunner:
+    """One of the tiny models. A proposer with a cache of its own has fewer blocks."""
+    config = RankConfig(
+        device="cpu", dtype="float32", num_threads=1, kv_cache_bytes=blocks * BLOCK_BYTES,
+        speculation=speculation or SpeculationConfig(), **LIMITS,
+    )  # fmt: skip
+    runner = DecoderRunner("tiny", directory, config)
+    runner.load()
+    return runner
+
+
+def make_jobs(seed: int = 3, temperature: float = 0.0) -> Jobs:
+    """Prompts with common beginnings and repetitions, some longer than a step; every parameter that touches tokens."""
+    draw = random.Random(seed)
+    base = [draw.randrange(5, VOCAB_SIZE) for _ in range(12)] * 5
+    kinds = [
+        {},
+        {"logprobs": 3},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.2, "logprobs": 0},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {7: 4.0, 9: 3.5, 12: -100.0}},
+        {"grammar": GRAMMAR, "max_tokens": 30},
+        {"grammar": GRAMMAR, "frequency_penalty": 0.4, "logprobs": 1, "max_tokens": 30},
+        {"min_tokens": 12, "ignore_eos": False},
+        {"max_tokens": 3},
+        {"max_tokens": 1},
+    ]
+    jobs: Jobs = []
+    for index, kind in enumerate(kinds):
+        prompt = base[: draw.randrange(3, 58)] + [draw.randrange(5, VOCAB_SIZE) for _ in range(1 + index % 3)]
+        fields = {"max_tokens": draw.randrange(25, 50), "temperature": temperature, "seed": index, "ignore_eos": True}
+        jobs.append((prompt, SamplingParams(**(fields | kind))))
+    return jobs
+
+
+class Matrix:
+    """Answers of a model without drafts, each job alone; jobs with stop ids are made from what the first ones said."""
+
+    def __init__(self, directory: Path, temperature: float = 0.0) -> None:
+        self.directory = directory
+        self._runner = make_runner(directory)
+        self.jobs = make_jobs(temperature=temperature)
+        self.answers = [self._alone(job) for job in self.jobs]
+        for index in range(4):  # ends in the midst of an output, at the first such token from a minimum on
+            prompt = self.jobs[index][0]
+            stop, least = self.answers[index].tokens[14 + index], 5 + index
+            fields = {"stop_token_ids": (stop,), "min_tokens": least, "max_tokens": 45}
+            self.jobs.append((prompt, SamplingParams(temperature=temperature, seed=index, ignore_eos=True, **fields)))
+            self.answers.append(self._alone(self.jobs[-1]))
+        assert {answer.end for answer in self.answers} == {"stop", "length"}
+        self._runner.close()
+
+    def _alone(self, job: tuple[list[int], SamplingParams]) -> Answer:
+        return Replica(self._runner).run([job], random.Random(0))[0]
+
+    def check_together(self, runner: DecoderRunner, *, aborts: dict[int, int] | None = None) -> Replica:
+        """All at once; those with `aborts` have been given up after so many tokens."""
+        replica = Replica(runner)
+        found = replica.run(self.jobs, random.Random(1), aborts, arrival=0.8)
+        for index, (answer, expected) in enumerate(zip(found, self.answers, strict=True)):
+            self._check(index, answer, expected)
+        return replica
+
+    def check_alone(self, runner: DecoderRunner) -> int:
+        """One after the other; how many accepted drafts stood behind the end of an output."""
+        num_cut = 0
+        for index, job in enumerate(self.jobs):
+            replica = Replica(runner)
+            answer = replica.run([job], random.Random(0))[0]
+            self._check(index, answer, self.answers[index])
+            assert answer.last is not None
+            num_cut += replica.figures.num_accepted_tokens - answer.last.num_accepted_tokens
+        return num_cut
+
+    def _check(self, index: int, answer: Answer, expected: Answer) -> None:
+        if answer.end == "aborted":
+            assert answer.tokens == expected.tokens[: len(answer.tokens)], f"job {index}"
+            return
+        assert answer.same(expected), f"job {index} of {self.jobs[index][1]}: {answer} instead of {expected}"
+        if expected.last is not None and answer.last is not None:
+            assert answer.last.num_accepted_tokens <= min(answer.last.num_draft_tokens, len(answer.tokens))

@@ -1,0 +1,61 @@
+"""Drafts change no token: n-grams, and drafts right as often as a test wants, over two families and every company."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rose.config import SpeculationConfig
+from rose.decoder_runner import DecoderRunner
+from rose.speculation import registry
+from rose.speculation.hook import load_hook
+from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
+from tests.rose.tiny_lm import write_llama, write_qwen3
+
+NGRAM, OFTEN = "n_gram", "hook"
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    write = {"llama": write_llama, "qwen3": write_qwen3}[request.param]
+    return Matrix(write(tmp_path_factory.mktemp(request.param), tokenizer=True))
+
+
+@pytest.fixture
+def proposers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PROPOSERS", {**registry.PROPOSERS, OFTEN: load_hook(0.8)})
+
+
+def run_with(matrix: Matrix, proposer: str, k: int, **settings: int) -> Iterator[DecoderRunner]:
+    speculation = SpeculationConfig(proposer=proposer, num_draft_tokens=k)  # type: ignore[arg-type]
+    runner = make_runner(matrix.directory, speculation, **settings)
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("proposer", [NGRAM, OFTEN])
+def test_together(matrix: Matrix, proposers: None, proposer: str, k: int) -> None:
+    """Batched, in chunks, preempted, over blocks of others, beside sequences that are given up."""
+    for runner in run_with(matrix, proposer, k, blocks=SMALL_CACHE):
+        replica = matrix.check_together(runner, aborts={0: 9, 3: 20})
+        figures = replica.figures
+        assert figures.num_preemptions > 0
+        assert figures.num_prefix_hit_tokens > 0
+        assert 0 < figures.num_accepted_tokens < figures.num_draft_tokens
+        assert len(figures.num_accepted_at) == k
+        assert sum(figures.num_accepted_at) == figures.num_accepted_tokens
+        assert figures.num_accepted_at == sorted(figures.num_accepted_at, reverse=True)
+
+
+def test_alone(matrix: Matrix, proposers: None) -> None:
+    """Outputs end in the midst of accepted drafts, too."""
+    for runner in run_with(matrix, OFTEN, 3):
+        assert matrix.check_alone(runner) > 0
+
+
+@pytest.mark.parametrize("proposer", [NGRAM, OFTEN])
+def test_tokens_that_are_drawn(tmp_path_factory: pytest.TempPathFactory, proposers: None, proposer: str) -> None:
+    """A draft that is no draw changes nothing of the target's draws: these follow from seed and position."""
+    drawn = Matrix(write_llama(tmp_path_factory.mktemp("drawn"), tokenizer=True), temperature=0.6)
+    for runner in run_with(drawn, proposer, 3, blocks=SMALL_CACHE):
+        assert drawn.check_together(runner).figures.num_accepted_tokens > 0
