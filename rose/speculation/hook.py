@@ -1,43 +1,39 @@
-"""For tests: drafts that the target would take, each with a chance of one's choosing. Not for serving.
+"""For tests and measurements: drafts from texts that are known beforehand, each right with a chance of one's choosing.
 
-It asks the target itself, whole sequence by whole sequence, so it costs more than it could ever save.
+So a test says how many drafts are accepted, under whatever parameters the texts were made. Not for serving.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from rose.attention.interface import AttentionShape
 from rose.config import SpeculationConfig
 from rose.kv_cache import KVShape
 from rose.sampling.philox import uniform_bits
 from rose.slots import Slots
 from rose.speculation.protocol import Closing, DraftRows, Drafts, LoadProposer, ProposerParts, Target
 
+Texts = Sequence[Sequence[int]]  # of whole sequences, prompts included; may grow
 _STREAM = 4  # of random numbers, nobody else's
 
 
-class _Batch(NamedTuple):
-    input_ids: Tensor  # int32 [T]
-    positions: Tensor  # int32 [T]
-
-
 class Hook:
-    """Drafts the most likely next token with the chance `acceptance`, else the one after it in the vocabulary."""
+    """A row whose ids begin one of `texts` is drafted what follows there; a wrong draft is the token after the right
+    one in the vocabulary. Reads the slots on the host."""
 
-    def __init__(self, target: Target, slots: Slots, acceptance: float) -> None:
-        self._target, self._slots, self._acceptance = target, slots, acceptance
+    def __init__(self, slots: Slots, texts: Texts, acceptance: float, vocab_size: int) -> None:
+        self._slots, self._texts, self._acceptance, self._vocab_size = slots, texts, acceptance, vocab_size
 
     def propose(self, rows: DraftRows) -> Drafts:
-        tokens = torch.zeros(len(rows.slots), rows.length, dtype=torch.int32, device=rows.slots.device)
-        for row, slot in enumerate(rows.slots.tolist()):
-            ids = self._slots.ids[slot, : int(self._slots.num_tokens[slot])]
-            for place in range(int(rows.limits[row])):
-                ids = torch.cat([ids, self._draft(ids, slot)])
-                tokens[row, place] = ids[-1]
-        return Drafts(tokens, rows.limits)
+        drafts = torch.zeros(len(rows.slots), rows.length, dtype=torch.int32)
+        counts = torch.zeros(len(rows.slots), dtype=torch.int32)
+        for row, (slot, limit) in enumerate(zip(rows.slots.tolist(), rows.limits.tolist(), strict=True)):
+            known = self._slots.ids[slot, : int(self._slots.num_tokens[slot])].tolist()
+            following = next((text[len(known) :] for text in self._texts if list(text[: len(known)]) == known), [])
+            tokens = torch.tensor(following[:limit], dtype=torch.int32)
+            counts[row] = len(tokens)
+            drafts[row, : len(tokens)] = self._spoil(tokens, slot, len(known))
+        return Drafts(drafts.to(rows.slots.device), counts.to(rows.slots.device))
 
     def accepted(self, step: Closing) -> None:
         """Nothing is kept."""
@@ -45,38 +41,27 @@ class Hook:
     def prefill(self, step: Closing) -> None:
         """Nothing is kept."""
 
-    def _draft(self, ids: Tensor, slot: int) -> Tensor:
-        """int32 [1]."""
-        positions = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-        hidden = self._target.model(_Batch(ids, positions), _attend)
-        best = self._target.model.logits(hidden[-1:]).argmax(1).int()  # type: ignore[operator]
-        seed, zero = torch.full_like(best, slot), torch.zeros_like(best)
-        chance = uniform_bits(seed, zero, zero + len(ids), _STREAM)[0].double() * 2.0**-31
-        return torch.where(chance < self._acceptance, best, (best + 1) % self._target.facts.vocab_size)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """One sequence: q [T, num_heads, head_dim] over k, v [T, num_kv_heads, head_dim]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True)[0].transpose(
-        0, 1
-    )
+    def _spoil(self, tokens: torch.Tensor, slot: int, begin: int) -> torch.Tensor:
+        positions = torch.arange(begin, begin + len(tokens), dtype=torch.int32)
+        seed, zero = torch.full_like(positions, slot), torch.zeros_like(positions)
+        chance = uniform_bits(seed, zero, positions, _STREAM)[0].double() * 2.0**-31
+        return torch.where(chance < self._acceptance, tokens, (tokens + 1) % self._vocab_size)
 
 
 class _HookSource:
     kv_shape: KVShape | None = None
 
-    def __init__(self, target: Target, acceptance: float) -> None:
-        self._target, self._acceptance = target, acceptance
+    def __init__(self, texts: Texts, acceptance: float, vocab_size: int) -> None:
+        self._texts, self._acceptance, self._vocab_size = texts, acceptance, vocab_size
 
     def open(self, parts: ProposerParts) -> Hook:
-        return Hook(self._target, parts.residents.slots, self._acceptance)
+        return Hook(parts.residents.slots, self._texts, self._acceptance, self._vocab_size)
 
 
-def load_hook(acceptance: float) -> LoadProposer:
-    """To be put into registry.PROPOSERS by a test."""
+def load_hook(texts: Texts, acceptance: float) -> LoadProposer:
+    """To be put into registry.PROPOSERS."""
 
     def load(config: SpeculationConfig, target: Target) -> _HookSource:
-        return _HookSource(target, acceptance)
+        return _HookSource(texts, acceptance, target.facts.vocab_size)
 
     return load

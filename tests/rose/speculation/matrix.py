@@ -13,7 +13,7 @@ from ipc.types import SamplingParams
 from rose.config import RankConfig, SpeculationConfig
 from rose.decoder_runner import DecoderRunner
 from tests.rose.speculation.replica import Answer, Jobs, Replica
-from tests.rose.tiny_lm import VOCAB_SIZE
+from tests.rose.tiny_lm import EOS_TOKEN_ID, VOCAB_SIZE
 
 LIMITS = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 112}
 SMALL_CACHE, LARGE_CACHE = 16, 80  # blocks: the former makes sequences yield to each other
@@ -46,7 +46,8 @@ def make_jobs(seed: int = 3, temperature: float = 0.0) -> Jobs:
         {"logit_bias": {7: 4.0, 9: 3.5, 12: -100.0}},
         {"grammar": GRAMMAR, "max_tokens": 30},
         {"grammar": GRAMMAR, "frequency_penalty": 0.4, "logprobs": 1, "max_tokens": 30},
-        {"min_tokens": 12, "ignore_eos": False},
+        {"min_tokens": 12, "logit_bias": {EOS_TOKEN_ID: 9.0}, "ignore_eos": False},
+        {"min_tokens": 7, "logit_bias": {EOS_TOKEN_ID: 30.0}, "ignore_eos": False, "logprobs": 2},
         {"max_tokens": 3},
         {"max_tokens": 1},
     ]
@@ -77,6 +78,11 @@ class Matrix:
 
     def _alone(self, job: tuple[list[int], SamplingParams]) -> Answer:
         return Replica(self._runner).run([job], random.Random(0))[0]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Prompts with their answers."""
+        return [prompt + answer.tokens for (prompt, _), answer in zip(self.jobs, self.answers, strict=True)]
 
     def check_together(self, runner: DecoderRunner, *, aborts: dict[int, int] | None = None) -> Replica:
         """All at once; those with `aborts` have been given up after so many tokens."""

@@ -1,6 +1,7 @@
 """Drafts change no token: n-grams, and drafts right as often as a test wants, over two families and every company."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -20,23 +21,22 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Matrix(write(tmp_path_factory.mktemp(request.param), tokenizer=True))
 
 
-@pytest.fixture
-def proposers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PROPOSERS", {**registry.PROPOSERS, OFTEN: load_hook(0.8)})
-
-
-def run_with(matrix: Matrix, proposer: str, k: int, **settings: int) -> Iterator[DecoderRunner]:
+@contextmanager
+def runner_with(matrix: Matrix, proposer: str, k: int, **settings: int) -> Iterator[DecoderRunner]:
     speculation = SpeculationConfig(proposer=proposer, num_draft_tokens=k)  # type: ignore[arg-type]
-    runner = make_runner(matrix.directory, speculation, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        hook = load_hook(matrix.texts, 0.8)
+        patch.setattr(registry, "PROPOSERS", {**registry.PROPOSERS, OFTEN: hook})
+        runner = make_runner(matrix.directory, speculation, **settings)
     yield runner
     runner.close()
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("proposer", [NGRAM, OFTEN])
-def test_together(matrix: Matrix, proposers: None, proposer: str, k: int) -> None:
+def test_together(matrix: Matrix, proposer: str, k: int) -> None:
     """Batched, in chunks, preempted, over blocks of others, beside sequences that are given up."""
-    for runner in run_with(matrix, proposer, k, blocks=SMALL_CACHE):
+    with runner_with(matrix, proposer, k, blocks=SMALL_CACHE) as runner:
         replica = matrix.check_together(runner, aborts={0: 9, 3: 20})
         figures = replica.figures
         assert figures.num_preemptions > 0
@@ -47,15 +47,15 @@ def test_together(matrix: Matrix, proposers: None, proposer: str, k: int) -> Non
         assert figures.num_accepted_at == sorted(figures.num_accepted_at, reverse=True)
 
 
-def test_alone(matrix: Matrix, proposers: None) -> None:
+def test_alone(matrix: Matrix) -> None:
     """Outputs end in the midst of accepted drafts, too."""
-    for runner in run_with(matrix, OFTEN, 3):
+    with runner_with(matrix, OFTEN, 3) as runner:
         assert matrix.check_alone(runner) > 0
 
 
 @pytest.mark.parametrize("proposer", [NGRAM, OFTEN])
-def test_tokens_that_are_drawn(tmp_path_factory: pytest.TempPathFactory, proposers: None, proposer: str) -> None:
+def test_tokens_that_are_drawn(tmp_path_factory: pytest.TempPathFactory, proposer: str) -> None:
     """A draft that is no draw changes nothing of the target's draws: these follow from seed and position."""
     drawn = Matrix(write_llama(tmp_path_factory.mktemp("drawn"), tokenizer=True), temperature=0.6)
-    for runner in run_with(drawn, proposer, 3, blocks=SMALL_CACHE):
+    with runner_with(drawn, proposer, 3, blocks=SMALL_CACHE) as runner:
         assert drawn.check_together(runner).figures.num_accepted_tokens > 0
