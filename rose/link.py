@@ -143,8 +143,12 @@ class SchedulerLink:
         self._membership.close()
         self.ring.close()
 
+    def scheduler_gone(self) -> bool:
+        """Whether the scheduler has closed the membership socket; any thread may ask."""
+        return bool(select.select([self._membership.fileno()], [], [], 0)[0])
+
     def _check_scheduler(self) -> None:
-        if select.select([self._membership.fileno()], [], [], 0)[0]:
+        if self.scheduler_gone():
             raise SchedulerGone("the scheduler closed the membership socket")
 
 

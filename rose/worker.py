@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 
 from ipc.control import Drain, Heartbeat, ProcessStats
 from ipc.step import Ready, Shutdown, StepFailed, StepPlan, StepResult
 from ipc.types import new_incarnation
+from rose.distributed.watch import leaving_when
 from rose.link import SchedulerGone, SchedulerLink, Stopped
 from rose.runner import LazyTensor, OutOfMemory, Runner
 
@@ -23,6 +25,7 @@ EXIT_FAULT = 70  # a fault of device or model: the process cannot be trusted any
 EXIT_REGROUP = 75  # the group has other members now: start afresh
 HEARTBEAT_SECONDS = 1.0
 QUIET_MS = 50  # after an ordered stop: no plan for so long means that none is under way
+GROUP_SECONDS = 5.0  # for steps that only some ranks of a group were sent before the scheduler died
 
 Log = Callable[..., None]
 
@@ -46,12 +49,13 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
             )
             started = time.monotonic()
             if members is None:
-                runner.load(link.join)
+                _load(runner, link, log)
                 members = link.join.members
             elif link.join.members != members:
                 log("regroup", replica=replica, rank=rank)
                 return EXIT_REGROUP
             load_ms = (time.monotonic() - started) * 1000
+            loop = _Epoch(link, runner, incarnation, replica, rank, log, spin_us)
             try:
                 runner.attach(link.ring)
                 link.send(Ready(link.join.epoch, incarnation, rank, runner.facts, load_ms))
@@ -63,10 +67,11 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
                     load_ms=round(load_ms, 1),
                     **runner.figures(),
                 )
-                _Epoch(link, runner, incarnation, replica, rank, log, spin_us).run()
+                loop.run()
                 return EXIT_STOPPED
             except SchedulerGone as gone:
                 log("scheduler_gone", replica=replica, rank=rank, reason=str(gone))
+                loop.launch_left()
             finally:
                 runner.drain()
                 runner.attach(None)
@@ -75,6 +80,21 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
         return EXIT_STOPPED
     finally:
         context.destroy(linger=0)
+
+
+def _load(runner: Runner, link: SchedulerLink, log: Log) -> None:
+    """A group is formed on the way. Ranks that the scheduler told nothing of it before it died never come."""
+    if len(link.join.members) == 1:
+        runner.load(link.join)
+        return
+    with leaving_when(link.scheduler_gone, lambda: _leave(log, "the scheduler died while the group was loading")):
+        runner.load(link.join)
+
+
+def _leave(log: Log, reason: str) -> None:
+    """The group cannot go on. No teardown: that would wait for the other ranks."""
+    log("group_left", level="error", reason=reason)
+    os._exit(EXIT_REGROUP)
 
 
 class _Refused:
@@ -102,7 +122,7 @@ class _Epoch:
         self.epoch = link.join.epoch
         self.replica = replica
         self.rank = rank
-        self.leads = rank == 0
+        self.leads, self.grouped = rank == 0, len(link.join.members) > 1
         self.log = log
         self.spin_seconds = spin_us / 1e6
         self.pending: deque[tuple[StepPlan, LazyTensor, float]] = deque()
@@ -153,12 +173,26 @@ class _Epoch:
                     raise Stopped
         return received
 
+    def launch_left(self) -> None:
+        """The scheduler has gone: what a group was sent must have run on all its ranks before they serve another."""
+        if not self.grouped:
+            return
+        deadline = time.monotonic() + GROUP_SECONDS
+        with leaving_when(
+            lambda: time.monotonic() > deadline,
+            lambda: _leave(self.log, "the other ranks did not take part in the last steps"),
+        ):
+            self.launch_received()
+            self.runner.drain()
+
     def launch(self, plan: StepPlan) -> None:
         self.link.ring.check_header(plan.slot, self.epoch, plan.step)
         started = time.monotonic()
         try:
             lazy = self.runner.step(plan, self.link.ring.slot(plan.slot))
         except OutOfMemory as error:
+            if self.grouped:
+                self.die(plan, error)
             self.pending.append((plan, _Refused(error), started))  # told in its turn
         except Exception as error:  # noqa: BLE001 - process loop: any other fault ends the process
             self.die(plan, error)
@@ -173,6 +207,8 @@ class _Epoch:
                 if not lazy.ready():
                     return
             except OutOfMemory as error:
+                if self.grouped:  # the other ranks may have computed it: they must not go on together
+                    self.die(plan, error)
                 self.pending.popleft()
                 self.fail_small(plan, error)
                 continue
@@ -194,7 +230,7 @@ class _Epoch:
         self.log("step_out_of_memory", step=plan.step, num_seqs=plan.num_seqs, num_tokens=plan.num_tokens)
         self.link.send(StepFailed(self.epoch, plan.step, "oom", str(error)))
 
-    def die(self, plan: StepPlan, error: Exception) -> None:
+    def die(self, plan: StepPlan, error: Exception) -> NoReturn:
         """Tells the scheduler and ends the process at once: no teardown of a device in an unknown state."""
         self.log("step_fault", level="error", step=plan.step, error=f"{type(error).__name__}: {error}")
         try:

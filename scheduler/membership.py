@@ -41,6 +41,12 @@ class Member:
     def dead(self) -> bool:
         return self.gone or bool(select.select([self.pidfd], [], [], 0)[0])
 
+    def stopped(self) -> bool:
+        """Whether somebody has halted it (SIGSTOP): it says nothing, and whoever computes with it waits."""
+        with contextlib.suppress(OSError):
+            return (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
     def kill(self) -> None:
         if not self.gone:
             with contextlib.suppress(ProcessLookupError):

@@ -26,6 +26,7 @@ from scheduler.membership import Member, Membership
 from scheduler.stats import Stats
 
 LEADER = 0
+STOPPED_SECONDS = 3.0  # a rank halted for longer is killed, whatever its deadline
 
 
 class RankEvents(Protocol):
@@ -63,9 +64,12 @@ class RankLink:
         self._log = log
         self._fresh: dict[int, Member] = {}  # rank → said Hello, not in an epoch yet
         self._leaving: dict[Member, float] = {}  # ranks of an epoch that ended in order → when to kill them
+        self._stopped_since: dict[Member, float] = {}  # ranks halted by a signal
         self._stats_of: dict[int, ProcessStats] = {}  # incarnation → its figures
         self._epoch: Epoch | None = None
         socket = router(context, addresses.rank_endpoint(run_dir, replica))
+        for left in self._replica_dir.glob("rendezvous-*"):  # of a predecessor that died
+            left.unlink(missing_ok=True)
         path = addresses.membership_path(run_dir, replica)
         self._membership = Membership(path, self._on_hello, self._on_hangup, self._on_death, log)
         self._socket = EventSocket(socket, self._on_message, asyncio.get_running_loop(), spin_us=config.spin_us)
@@ -105,11 +109,18 @@ class RankLink:
         epoch, config = self._epoch, self._config
         if epoch is not None:
             reason = epoch.overdue(now, config.step_deadline_ms, config.load_deadline_ms, config.rank_heartbeat_ms)
-            if reason:
+            if reason := reason or self._halted(epoch, now):
                 self.end_epoch(reason)
         for member, kill_at in self._leaving.items():
             if now > kill_at:
                 member.kill()
+
+    def _halted(self, epoch: Epoch, now: float) -> str:
+        """Which rank stands still by a signal, or ""."""
+        halted = [member for member in epoch.members if member.stopped()]
+        self._stopped_since = {member: self._stopped_since.get(member, now) for member in halted}
+        late = (member for member, since in self._stopped_since.items() if now - since > STOPPED_SECONDS)
+        return next((f"rank {member.rank} (pid {member.pid}) was stopped by a signal" for member in late), "")
 
     def close(self) -> None:
         """Ranks live on and wait for a successor."""

@@ -48,13 +48,18 @@ class Row(NamedTuple):
 class Driver:
     """One runner, its slots and a free list of blocks. Steps may overlap: `launch` twice, then `wait`."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, *, runner: Any = None, rings: list[Arrays] | None = None, **settings: Any
+    ) -> None:
+        """`runner`, with the slots it reads, in the place of one that is loaded here."""
         defaults = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-        self.runner = DecoderRunner("test", directory, RankConfig(**defaults | settings))
-        self.runner.load()
-        self.runner.attach(None)
+        if runner is None:
+            runner = DecoderRunner("test", directory, RankConfig(**defaults | settings))
+            runner.load()
+            runner.attach(None)
+        self.runner = runner
         self.facts = self.runner.facts
-        self.rings = local_slots(generate_layout(self.facts))
+        self.rings = local_slots(generate_layout(self.facts)) if rings is None else rings
         self.free_slots = list(range(self.facts.max_num_seqs))
         self.free_blocks = list(range(self.facts.num_blocks))
         self.num_steps = self.generations = self.last_applied = 0

@@ -27,11 +27,16 @@ COLUMNS = {
 class Driver:
     """One runner and its slots. Steps may overlap: `launch` twice, then `wait`."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
-        self.runner = EncoderRunner("test", directory, RankConfig(**{"device": "cpu", "num_threads": 1} | settings))
-        self.runner.load()
+    def __init__(
+        self, directory: Path, *, runner: Any = None, slots: list[Arrays] | None = None, **settings: Any
+    ) -> None:
+        """`runner`, with the slots it reads, in the place of one that is loaded here."""
+        if runner is None:
+            runner = EncoderRunner("test", directory, RankConfig(**{"device": "cpu", "num_threads": 1} | settings))
+            runner.load()
+        self.runner = runner
         self.facts = self.runner.facts
-        self.slots = local_slots(encode_layout(self.facts))
+        self.slots = local_slots(encode_layout(self.facts)) if slots is None else slots
         self._step = 0
 
     def launch(self, sequences: Sequence[Sequence[int]], slot: int = 0, **columns: Any) -> tuple[LazyTensor, Arrays]:

@@ -1,0 +1,13 @@
+"""The two processes, made once: starting them takes longer than all that is done with them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rose.distributed.ranks import Ranks, two_ranks
+
+
+@pytest.fixture(scope="package")
+def ranks() -> Iterator[Ranks]:
+    with two_ranks() as made:
+        yield made

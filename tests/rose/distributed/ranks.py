@@ -1,0 +1,197 @@
+"""Two ranks in processes of their own, over gloo, driven by a test as one runner: what a scheduler does, in small.
+
+The test's process owns a real step ring; every plan goes to both ranks over pipes, the leader's answer is the result.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ipc.control import Join
+from ipc.step import StepPlan
+from ipc.step_ring import Arrays, StepRing, encode_layout, generate_layout
+from ipc.types import ModelFacts
+from rose.config import RankConfig
+from rose.distributed.group import form_group
+from rose.runners import make_runner
+
+SIZE = 2
+ANSWER_SECONDS = 60
+
+
+class Ranks:
+    """The processes. One group and one model at a time; `load` makes others."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = Path(tempfile.mkdtemp(prefix="bq-"))
+        pairs = [context.Pipe() for _ in range(SIZE)]
+        self._pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(target=_serve, args=(theirs, rank), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        self._num_groups = 0
+        self.ring: StepRing | None = None
+
+    def load(self, model: Path, **settings: Any) -> "RemoteRunner":
+        """A model on both. Its facts are the leader's; num_blocks the smaller one, as a scheduler takes it."""
+        defaults = {"device": "cpu", "num_threads": 1}
+        facts: list[ModelFacts] = self.call("load", self._rendezvous(), model, RankConfig(**defaults | settings))
+        if self.ring is not None:
+            self.ring.close()
+        is_generation = facts[0].task == "generate"
+        layout = generate_layout(facts[0]) if is_generation else encode_layout(facts[0])
+        self.ring = StepRing.create(layout)
+        self.call("attach", f"/proc/{os.getpid()}/fd/{self.ring.fd}", layout)
+        return RemoteRunner(self, facts)
+
+    def group(self) -> None:
+        self.call("group", self._rendezvous())
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """What both ranks answer, in rank order. Raises AssertionError with what one of them raised."""
+        self.send(name, *arguments)
+        return self.receive()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+
+    def tell(self, rank: int, name: str, *arguments: Any) -> Any:
+        """To one rank alone."""
+        self._pipes[rank].send((name, arguments))
+        return _checked(_answer(self._pipes[rank]))
+
+    def receive(self) -> list[Any]:
+        answers = [_answer(pipe) for pipe in self._pipes]
+        return [_checked(answer) for answer in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if self.ring is not None:
+            self.ring.close()
+
+    def _rendezvous(self) -> str:
+        self._num_groups += 1
+        return str(self._directory / f"rendezvous-{self._num_groups}")
+
+
+class RemoteRunner:
+    """Both ranks behind the interface of a runner."""
+
+    def __init__(self, ranks: Ranks, facts: list[ModelFacts]) -> None:
+        self.ranks, self.facts, self.facts_of_ranks = ranks, facts[0], facts
+        assert ranks.ring is not None
+        self.slots: list[Arrays] = [ranks.ring.slot(index) for index in range(ranks.ring.layout.num_slots)]
+        self._num_pending = 0
+
+    def step(self, plan: StepPlan, arrays: Arrays) -> "RemoteRunner":
+        assert arrays is self.slots[plan.slot]
+        self.ranks.send("step", plan)
+        self._num_pending += 1
+        return self
+
+    def ready(self) -> bool:
+        self.drain()
+        return True
+
+    def drain(self) -> None:
+        while self._num_pending:
+            self._num_pending -= 1
+            self.ranks.receive()
+
+    def close(self) -> None:
+        self.drain()
+
+
+@contextmanager
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _answer(pipe: Connection) -> tuple[str, Any]:
+    assert pipe.poll(ANSWER_SECONDS), "a rank does not answer"
+    return pipe.recv()
+
+
+def _checked(answer: tuple[str, Any]) -> Any:
+    kind, value = answer
+    assert kind == "done", value
+    return value
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    """A rank's process: does what the pipe says until that ends."""
+    torch.set_num_threads(1)
+    state = _Rank(rank)
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("done", getattr(state, name)(*arguments))
+        except Exception as error:  # noqa: BLE001 - the test sees it
+            answer = ("raised", f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+
+
+class _Rank:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._runner: Any = None
+        self._group: Any = None
+        self._changes: dict[str, int] = {}
+
+    def load(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = make_runner("test", model, config, tensor_parallel_size=SIZE)
+        return self._runner.load(self._join(rendezvous))
+
+    def attach(self, path: str, layout: Any) -> None:
+        self._ring = StepRing.attach(os.open(path, os.O_RDWR), layout)
+        self._runner.attach(self._ring)
+
+    def step(self, plan: StepPlan) -> None:
+        plan, self._changes = msgspec.structs.replace(plan, **self._changes), {}
+        lazy = self._runner.step(plan, self._ring.slot(plan.slot))
+        self._runner.drain()
+        assert lazy.ready()
+
+    def take_for(self, name: str, value: int) -> None:
+        """Makes this rank read something else in the next plan."""
+        self._changes = {name: value}
+
+    def forget_token(self, slot: int) -> None:
+        """Makes this rank believe that a sequence is a token shorter."""
+        self._runner._decoder._decoder._residents.slots.num_tokens[slot] -= 1
+
+    def group(self, rendezvous: str) -> None:
+        self._group = form_group(self._join(rendezvous), torch.device("cpu"))
+
+    def collective(self, name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        """Of this rank's tensor of `values`."""
+        return getattr(self._group, name)(values[self._rank].clone())
+
+    def _join(self, rendezvous: str) -> Join:
+        return Join(1, 7, self._rank, [11, 12], f"file://{rendezvous}", encode_layout(_NO_FACTS))
+
+
+_NO_FACTS = ModelFacts("none", "none", "embed", 1, 1, 1, 1, 1)
