@@ -11,7 +11,12 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # [largest batch, drafts] in rising order; a step of more sequences than the last has none, and the draft's state of
     # these lapses. Empty: num_draft_tokens always
     draft_lengths: list[tuple[int, int]] = []
-    model: str | None = None  # directory of the draft model or the head; None: what the model's own files hold
+    model: str | None = None  # directory of the draft model, or of the head (mtp)
+    num_layers: int | None = None  # draft_model, instead of `model`: the target's own first layers
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"  # sampled: by the request's own parameters
+    # mtp, after a step: the head runs over all of the step's tokens, rejected ones too, or waits to know the accepted.
+    # auto: all on a GPU, the accepted on a CPU
+    head_tokens: Literal["auto", "all", "accepted"] = "auto"
 
 
 class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -75,7 +75,7 @@ def load_cpu_decoder(
     pack_linears(model)  # the head
     shape = KVShape.of(model_config, getattr(torch, facts.dtype))
     budget = cpu_budget_bytes() // group.size if config.kv_cache_bytes is None else config.kv_cache_bytes
-    target = Target(model, model_config, tokenizer.parent, facts, shape.dtype, device)
+    target = Target(model, model_config, tokenizer.parent, facts, shape.dtype, device, group)
     source = load_proposer(config.speculation, target)
     limits = {"max_num_seqs": facts.max_num_seqs, "max_model_len": facts.max_model_len}
     num_blocks = num_blocks_for(shape, budget, beside=source.kv_shape, **limits)
@@ -84,6 +84,6 @@ def load_cpu_decoder(
     attention, residents = ReferencePagedBackend(), Residents(facts, device, tokenizer)
     parts = DecoderParts(cast(LanguageModel, model), allocate(shape, num_blocks, device), attention)
     own = [] if source.kv_shape is None else allocate(source.kv_shape, num_blocks, device)
-    proposer = source.open(ProposerParts(residents, own, attention))
+    proposer = source.open(ProposerParts(residents, own, attention, parts.caches))
     decoder = Decoder(parts, residents, facts, proposer, group)
     return CpuDecoder(decoder, num_threads), facts

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ipc.types import ModelFacts
 from rose.attention.paged import PagedBackend, PagedKV
 from rose.config import SpeculationConfig
+from rose.distributed.group import ALONE, Group
 from rose.kv_cache import KVShape
 from rose.models.config import ModelConfig
 from rose.residents import Residents
@@ -94,6 +95,7 @@ class Target(NamedTuple):
     facts: ModelFacts
     dtype: torch.dtype
     device: torch.device
+    group: Group = ALONE
 
 
 class ProposerParts(NamedTuple):
@@ -102,6 +104,7 @@ class ProposerParts(NamedTuple):
     residents: Residents  # slots and sampler
     caches: Sequence[PagedKV]  # of its `kv_shape`, as many blocks as the target's; none without one
     attention: PagedBackend  # over these caches
+    target_caches: Sequence[PagedKV] = ()
 
 
 class ProposerSource(Protocol):
