@@ -89,7 +89,7 @@ class FakeRunner:
         self._generation = None
 
     def drain(self) -> None:
-        pass
+        time.sleep(self._options.drain_ms / 1000)
 
     def figures(self) -> dict[str, float]:
         return {"fake_steps_total": self._num_steps}
@@ -162,6 +162,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--facts", default="{}", help="JSON of ModelFacts fields to change")
     parser.add_argument("--latency-ms", type=float, default=0)
     parser.add_argument("--load-ms", type=float, default=0)
+    parser.add_argument("--drain-ms", type=float, default=0)
     parser.add_argument("--oom-over", type=int, default=1 << 30, help="tokens of a step")
     parser.add_argument("--acceptance", type=float, default=1.0, help="chance that a draft is right")
     for fault in ("die", "fault", "hang", "nan"):

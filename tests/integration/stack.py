@@ -79,6 +79,7 @@ class Stack:
     def start(self) -> None:
         lock_fd = take_lock(self.run_dir)
         write_stack(self.config, self.directories)
+        self.prepare()
         if self.fake_rank is not None:
             for name, model in ((model.name, model) for model in self.config.models):
                 for index in range(model.replicas):
@@ -89,6 +90,9 @@ class Stack:
         except BaseException:
             self.stop()
             raise
+
+    def prepare(self) -> None:
+        """For tests that change programs: their files are written, nothing runs yet."""
 
     def stop(self) -> None:
         stop_supervisord(self.run_dir, stop_timeout_s(self.config), print)
@@ -179,7 +183,12 @@ class Stack:
             return "command=" + shlex.join(command).replace("%", "%%")
 
         text = re.sub(r"^command=.*services\.rose_main.*$", fake, file.read_text(), flags=re.M)
-        file.write_text(text.replace("environment=", f'environment=PYTHONPATH="{PROJECT}",'))
+        file.write_text(with_project(text))
+
+
+def with_project(text: str) -> str:
+    """A program file whose programs find the tests' modules."""
+    return text.replace("environment=", f'environment=PYTHONPATH="{PROJECT}",')
 
 
 def descendants(pid: int) -> set[int]:

@@ -42,7 +42,8 @@ class HandScheduler:
         self.ring: StepRing | None = None
         self.membership: MembershipSocket | None = None
 
-    def join(self, epoch: int, members: list[int] | None = None) -> Hello:
+    def join(self, epoch: int, members: list[int] | None = None, others: list[int] | None = None) -> Hello:
+        """`others` are ranks beside the one that says Hello."""
         connection, _ = self.listener.accept()
         connection.settimeout(20)
         self.membership = MembershipSocket(connection)
@@ -51,7 +52,7 @@ class HandScheduler:
         assert hello.facts is not None
         layout = layout_for(hello.facts)
         self.ring = StepRing.create(layout)
-        join = Join(epoch, 7, 0, members or [hello.incarnation], "", layout)
+        join = Join(epoch, 7, 0, members or [hello.incarnation, *(others or [])], "", layout)
         self.membership.send(join, self.ring.fd)
         return hello
 
@@ -192,6 +193,30 @@ def test_another_set_of_members_means_exit(run_dir: Path, scheduler: HandSchedul
     second_scheduler.join(epoch=6, members=[hello.incarnation, 1234])
     assert process.wait(10) == 75
     second_scheduler.close()
+
+
+@pytest.mark.parametrize("waits_in", ["--load-ms", "--drain-ms"])
+def test_a_rank_of_a_group_does_not_wait_for_ever(scheduler: HandScheduler, start_rank, waits_in: str) -> None:
+    """Its scheduler dies before it told the others to join, or of a step."""
+    process = start_rank(waits_in, "60000")
+    scheduler.join(epoch=5, others=[1234])
+    if waits_in == "--drain-ms":
+        scheduler.receive(Ready)
+        scheduler.send_step(5, 1, [[1]])
+        scheduler.receive(StepResult)
+    scheduler.close()
+    assert process.wait(10) == 75
+
+
+def test_out_of_memory_of_a_rank_in_a_group_is_a_fault(scheduler: HandScheduler, start_rank) -> None:
+    process = start_rank("--oom-over", "3")
+    scheduler.join(epoch=5, others=[1234])
+    scheduler.receive(Ready)
+    scheduler.send_step(5, 1, [[1, 2, 3, 4]])
+    failed = scheduler.receive(StepFailed)
+    assert isinstance(failed, StepFailed)
+    assert (failed.step, failed.kind) == (1, "fatal")
+    assert process.wait(10) == 70
 
 
 def test_shutdown_ends_the_process(scheduler: HandScheduler, start_rank) -> None:

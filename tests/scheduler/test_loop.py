@@ -335,6 +335,23 @@ async def test_losing_one_rank_of_two_ends_the_other_and_they_come_back_together
         assert not list(addresses.replica_dir(made.run_dir, REPLICA).glob("rendezvous-*"))
 
 
+async def test_a_rank_halted_by_a_signal_is_killed_long_before_its_deadlines() -> None:
+    async with stack() as made:
+        made.scheduler(tensor_parallel_size=2)
+        leader, other = made.rank(0), made.rank(1)
+        gateway = made.gateway()
+        await gateway.ready()
+        stale = addresses.replica_dir(made.run_dir, REPLICA) / "rendezvous-1"
+        stale.touch()
+        other.send_signal(signal.SIGSTOP)
+        assert await made.ended(other) == -signal.SIGKILL
+        assert await made.ended(leader) == -signal.SIGKILL
+        assert "was stopped by a signal" in str(made.logged("epoch_ends")[0]["reason"])
+        made.stop_scheduler(made.schedulers[0])
+        made.scheduler(tensor_parallel_size=2)
+        assert not stale.exists()  # left by a predecessor
+
+
 async def test_ranks_that_disagree_do_not_begin() -> None:
     async with stack() as made:
         scheduler = made.scheduler(tensor_parallel_size=2)
