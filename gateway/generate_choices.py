@@ -67,6 +67,8 @@ class Choices:
             num_prompt_tokens=sum(len(prompt.input_ids) for prompt in self._prompts),
             num_tokens=sum(text.num_tokens for text in self._texts),
             num_cached_tokens=sum(text.num_cached_tokens for text in self._texts[:: self._task.n]),
+            num_draft_tokens=sum(text.num_draft_tokens for text in self._texts),
+            num_accepted_tokens=sum(text.num_accepted_tokens for text in self._texts),
         )
 
     def _text(self, index: int) -> ChoiceText:

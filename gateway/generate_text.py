@@ -28,6 +28,7 @@ class ChoiceText:
     ) -> None:
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self._choice = choice
         self._task = task
         self._tokens = tokens
@@ -51,6 +52,8 @@ class ChoiceText:
         """What the client gets to see of these tokens; None if that is nothing yet."""
         piece = Piece(self._choice)
         self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
+        self.num_draft_tokens += delta.num_draft_tokens
+        self.num_accepted_tokens += delta.num_accepted_tokens
         if self._echo is not None:
             self._echo.add(delta)
             if delta.tokens or delta.finish_reason:

@@ -198,6 +198,8 @@ class Usage(Struct, frozen=True):
     num_prompt_tokens: int
     num_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int = 0  # speculation: tokens drafted, and those of the output among them
+    num_accepted_tokens: int = 0
 
 
 class Head(Struct, frozen=True):

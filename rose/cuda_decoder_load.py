@@ -14,7 +14,7 @@ from rose.cuda_decoder import CudaDecoder, paged_backends
 from rose.decoder import LanguageModel
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate, cuda_budget_bytes, num_blocks_for
 from rose.layers.kernel_layers import use_kernels
-from rose.models.config import ModelConfig
+from rose.models.config import ModelConfig, ModelError
 from rose.static_decoder import DecodeBatch
 
 GRAPH_BYTES = 1 << 30  # left for captured graphs, whose memory is their own
@@ -35,6 +35,8 @@ def load_cuda_decoder(
 
     `model` has its weights, in `dtype` on `device`. Raises ModelError, torch.OutOfMemoryError.
     """
+    if facts.max_draft_tokens:
+        raise ModelError('speculation is not there on GPUs yet: set rank.speculation.proposer = "none"')
     use_kernels(model)
     shape = KVShape.of(model_config, dtype)
     budget = config.kv_cache_bytes

@@ -29,6 +29,10 @@ def decoder_facts(
 ) -> ModelFacts:
     """The facts, final but for `num_blocks`. Raises ModelError for limits that contradict each other."""
     on_cpu = device == "cpu"
+    try:
+        drafts, lengths = max_draft_tokens(config.speculation), draft_lengths(config.speculation)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
     max_num_seqs = config.max_num_seqs or (CPU_SEQS if on_cpu else CUDA_SEQS)
     default_tokens = max(CPU_TOKENS, CPU_TOKENS_PER_THREAD * num_threads) if on_cpu else CUDA_TOKENS
     max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
@@ -51,8 +55,8 @@ def decoder_facts(
         num_steps_in_flight=config.num_steps_in_flight,
         quadratic_tokens=quadratic_tokens(model),
         block_size=BLOCK_SIZE,
-        max_draft_tokens=max_draft_tokens(config.speculation),
-        draft_lengths=draft_lengths(config.speculation),
+        max_draft_tokens=drafts,
+        draft_lengths=lengths,
         eos_token_ids=task.eos_token_ids,
     )
 

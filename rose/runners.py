@@ -5,7 +5,7 @@ from pathlib import Path
 from rose.config import RankConfig
 from rose.decoder_runner import DecoderRunner
 from rose.encoder_runner import EncoderRunner
-from rose.models.config import read_config
+from rose.models.config import ModelError, read_config
 from rose.models.task import GenerateTask, read_task
 
 
@@ -15,5 +15,8 @@ def make_runner(
     """Not yet loaded: that needs the other ranks, if there are any. `shapes` is a file for the list of shapes that have
     graphs. Raises ModelError, ValueError."""
     task = read_task(directory, read_config(directory), config.task)
-    runner = DecoderRunner if isinstance(task, GenerateTask) else EncoderRunner
-    return runner(name, directory, config, shapes=shapes, tensor_parallel_size=tensor_parallel_size)
+    if isinstance(task, GenerateTask):
+        return DecoderRunner(name, directory, config, shapes=shapes, tensor_parallel_size=tensor_parallel_size)
+    if config.speculation.proposer != "none":
+        raise ModelError(f"speculation.proposer is for language models, and {name} is none: remove it for this model")
+    return EncoderRunner(name, directory, config, shapes=shapes, tensor_parallel_size=tensor_parallel_size)

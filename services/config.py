@@ -131,6 +131,14 @@ def _with_defaults(model: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]
     return merged
 
 
+def _with_absolute_draft(model: ModelConfig, base: Path) -> ModelConfig:
+    drafts = model.rank.speculation
+    if drafts.model is None:
+        return model
+    drafts = msgspec.structs.replace(drafts, model=str(base / Path(drafts.model).expanduser()))
+    return msgspec.structs.replace(model, rank=msgspec.structs.replace(model.rank, speculation=drafts))
+
+
 def _with_absolute_sources(config: ServiceConfig, base: Path) -> tuple[ServiceConfig, list[str]]:
     models, problems = [], []
     for index, model in enumerate(config.models):
@@ -140,7 +148,7 @@ def _with_absolute_sources(config: ServiceConfig, base: Path) -> tuple[ServiceCo
                 model = msgspec.structs.replace(model, source=str(source.path))
         except SourceError as error:
             problems.append(f"models[{index}].source: {error}")
-        models.append(model)
+        models.append(_with_absolute_draft(model, base))
     return msgspec.structs.replace(config, models=models), problems
 
 

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from ipc.addresses import AddressError, gateway_endpoint, membership_path, rank_endpoint, replica_id
+from rose.config import SpeculationConfig
+from rose.speculation.lengths import MAX_DRAFT_TOKENS, find_table_problem
 from services.programs import RESERVED_NAMES, slug
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _RANGES: list[tuple[str, float, float]] = [
     ("bulk_share", 0.0, 1.0),
     ("num_gateways", 1, 64),
     ("num_steps_in_flight", 1, 8),
+    ("num_draft_tokens", 1, MAX_DRAFT_TOKENS),
     ("num_.*", 1, 1024),
     ("max_body_bytes", 1024, _BIG),
     ("kv_cache_bytes", 1, 2**50),
@@ -97,6 +100,7 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
             yield f"{key}.name: {model.name!r} is too like models[{first}].name ({config.models[first].name!r})"
         if model.rank.device not in DEVICES:
             yield f"{key}.rank.device: must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}, got {model.rank.device!r}"
+        yield from _speculation_problems(model.rank.speculation, f"{key}.rank.speculation")
         if model.scheduler.listen is not None:
             if not _TCP.fullmatch(model.scheduler.listen):
                 yield f"{key}.scheduler.listen: must be tcp://address:port, got {model.scheduler.listen!r}"
@@ -105,6 +109,16 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
             first = listening.setdefault(model.scheduler.listen, index)
             if first != index:
                 yield f"{key}.scheduler.listen: models[{first}] listens there; give each model an endpoint of its own"
+
+
+def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[str]:
+    if speculation.proposer == "draft_model" and speculation.model is None:
+        yield f"{key}.model: missing; a draft model is a directory of its own"
+    if speculation.proposer in ("none", "n_gram") and speculation.model is not None:
+        yield f"{key}.model: proposer {speculation.proposer!r} has no model; remove it"
+    table = tuple((batch, length) for batch, length in speculation.draft_lengths)
+    if problem := find_table_problem(table, speculation.num_draft_tokens):
+        yield f"{key}.draft_lengths: {problem}"
 
 
 def _table_problems(raw: Any, schema: type[Struct], path: str) -> Iterator[str]:

@@ -101,12 +101,18 @@ def read_include_usage(fields: SamplingBody) -> bool:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    if usage.num_draft_tokens:
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": usage.num_accepted_tokens,
+            "rejected_prediction_tokens": usage.num_draft_tokens - usage.num_accepted_tokens,
+        }
+    return found
 
 
 def _or(value: float | None, usual: float) -> float:

@@ -1,32 +1,32 @@
 """How many tokens are drafted, by the number of sequences in a step: from settings to facts.
 
-Drafts pay while a step's time is that of reading weights; with many sequences each costs as much as a token.
+Drafts pay while a step's time is that of reading weights; with many sequences each costs as much as a token. Free of
+torch, so that a configuration can be checked.
 """
 
 from rose.config import SpeculationConfig
-from rose.models.config import ModelError
 
-MOST = 16  # drafts of a row; the chance that one is taken falls with every one before it
+MAX_DRAFT_TOKENS = 16  # drafts of a row; the chance that one is taken falls with every one before it
 
 
 def max_draft_tokens(config: SpeculationConfig) -> int:
-    """The longest draft there will be; 0 without a proposer. Raises ModelError."""
+    """The longest draft there will be; 0 without a proposer. Raises ValueError for settings out of range."""
     if config.proposer == "none":
         return 0
-    if not 1 <= config.num_draft_tokens <= MOST:
-        raise ModelError(f"speculation.num_draft_tokens must be 1..{MOST}, got {config.num_draft_tokens}")
+    if not 1 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"speculation.num_draft_tokens must be 1..{MAX_DRAFT_TOKENS}, got {config.num_draft_tokens}")
     lengths = [length for _, length in draft_lengths(config)]
     return max(lengths, default=config.num_draft_tokens)
 
 
 def draft_lengths(config: SpeculationConfig) -> tuple[tuple[int, int], ...]:
-    """ModelFacts.draft_lengths. Raises ModelError for a table that is none."""
+    """ModelFacts.draft_lengths. Raises ValueError for a table that is none."""
     if config.proposer == "none":
         return ()
     table = tuple((int(batch), int(length)) for batch, length in config.draft_lengths)
     problem = find_table_problem(table, config.num_draft_tokens)
     if problem:
-        raise ModelError(f"speculation.draft_lengths: {problem}")
+        raise ValueError(f"speculation.draft_lengths: {problem}")
     return table
 
 

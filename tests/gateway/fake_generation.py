@@ -31,6 +31,7 @@ class Sequence:
     prompt: list[int]
     tokens: list[int]
     sent: int = 0
+    num_drafts: tuple[int, int] = (0, 0)  # and of them accepted
 
     def delta(self, count: int, eos: tuple[int, ...]) -> TokenDelta:
         """The next `count` tokens, with all that the submit asked for."""
@@ -56,6 +57,8 @@ class Sequence:
             finish_reason=reason,  # type: ignore[arg-type]
             num_prompt_tokens=len(self.prompt) if reason else 0,
             num_cached_tokens=len(self.prompt) // 2 if reason else 0,
+            num_draft_tokens=self.num_drafts[0] if reason else 0,
+            num_accepted_tokens=self.num_drafts[1] if reason else 0,
             timings=Timings(0.5, 1.5) if reason else None,
         )
 
@@ -70,12 +73,15 @@ class Generations:
     free: bool = True
     step_s: float = 0.0
     tokens_per_step: int = 1
+    num_drafts: tuple[int, int] = (0, 0)
     running: dict[int, Sequence] = field(default_factory=dict)
     scheduled: bool = False
 
     def add(self, identity: bytes, submit: Submit, frame: bytes) -> None:
         prompt = np.frombuffer(frame, np.int32).tolist()
-        self.running[submit.chunk_id] = Sequence(identity, submit, prompt, self.script(prompt, submit))
+        self.running[submit.chunk_id] = Sequence(
+            identity, submit, prompt, self.script(prompt, submit), num_drafts=self.num_drafts
+        )
         self._soon()
 
     def drop(self, chunk_id: int) -> None:

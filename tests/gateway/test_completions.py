@@ -50,6 +50,14 @@ async def test_completes_a_string(chat_stack: Stack) -> None:
     assert chat_stack.schedulers["chat/0"].sequences == [ids("hello the")]
 
 
+async def test_drafts_are_told_in_usage(chat_stack: Stack) -> None:
+    chat_stack.schedulers["chat/0"].generations.num_drafts = (9, 5)
+    _, body = await complete(chat_stack, "hello the", max_tokens=8, n=2)
+    assert body["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 10, "rejected_prediction_tokens": 8,
+    }  # fmt: skip
+
+
 async def test_streams_the_same(chat_stack: Stack) -> None:
     _, body = await complete(chat_stack, "hello the", max_tokens=12)
     found = await events(chat_stack, prompt="hello the", max_tokens=12, stream_options={"include_usage": True})

@@ -31,6 +31,10 @@ def problems(raw: dict[str, Any]) -> list[str]:
     return caught.value.problems
 
 
+def drafting(**speculation: Any) -> dict[str, Any]:
+    return {"models": [{**MODEL, "rank": {"speculation": {"proposer": "n_gram"} | speculation}}]}
+
+
 def test_the_default_file_is_valid() -> None:
     config = load_config(find_config(None))
     assert [model.name for model in config.models] == ["all-minilm-l6-v2", "smollm2-135m-instruct"]
@@ -59,6 +63,8 @@ def test_paths_become_absolute() -> None:
     config = build({"run_dir": "run", "cache_dir": "cache"})
     assert (config.run_dir, config.cache_dir) == ("/base/run", "/base/cache")
     assert config.models[0].source == "/base/model"
+    (model,) = build(drafting(proposer="draft_model", model="draft")).models
+    assert model.rank.speculation.model == "/base/draft"
     assert build_config({"models": [MODEL]}, BASE, Path("/other")).run_dir == "/other"
 
 
@@ -117,6 +123,13 @@ def test_paths_become_absolute() -> None:
         ),
         ({"run_dir": "/" + 90 * "x"}, "run_dir: socket path is"),
         ({"run_dir": "/tmp/a;b"}, "run_dir: '/tmp/a;b' may hold only"),
+        (drafting(num_draft_tokens=17), "models[0].rank.speculation.num_draft_tokens: must be 1..16, got 17"),
+        (drafting(proposer="eagle9"), "models[0].rank.speculation.proposer: expected 'none' or 'n_gram' or"),
+        (drafting(proposer="draft_model"), "models[0].rank.speculation.model: missing"),
+        (drafting(model="x"), "models[0].rank.speculation.model: proposer 'n_gram' has no model; remove it"),
+        (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
+        (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),
+        (drafting(draft_lengths=[[4]]), "models[0].rank.speculation.draft_lengths[0]: expected"),
         ({"gateway": {"max_request_tokens": 3_000_000}}, "models[0].scheduler.max_pending_tokens: 2000000 is less"),
     ],
 )
