@@ -2,6 +2,9 @@
 
 A block's keys and values depend on every token before it, so its name does as well: blake2b-128 of its predecessor's
 name and its own ids. The chain begins with the request's salt; without the same salt nothing is found.
+
+Where there may be drafts, a name takes in the first token behind the block, too: a draft head's entry at a position
+depends on the token after it (`lookahead`, 1 or 0). A block is then offered once that token is known.
 """
 
 import hashlib
@@ -12,30 +15,31 @@ from scheduler.llm.sequence import Sequence
 DIGEST_BYTES = 16
 
 
-def find_hits(sequence: Sequence, blocks: BlockPool, block_size: int) -> list[int]:
+def find_hits(sequence: Sequence, blocks: BlockPool, block_size: int, lookahead: int) -> list[int]:
     """The blocks that hold the beginning of `sequence`, all but its last token at most."""
     hits = []
     for index in range((len(sequence.ids) - 1) // block_size):
-        block = blocks.find(_digest(sequence, index, block_size))
+        block = blocks.find(_digest(sequence, index, block_size, lookahead))
         if block is None:
             break
         hits.append(block)
     return hits
 
 
-def register(sequence: Sequence, blocks: BlockPool, block_size: int, num_tokens: int) -> None:
+def register(sequence: Sequence, blocks: BlockPool, block_size: int, lookahead: int, num_tokens: int) -> None:
     """Offers the full blocks among the first `num_tokens` tokens, whose steps were answered, for hits."""
+    num_tokens = min(num_tokens, len(sequence.ids) - lookahead)
     for index in range(sequence.num_registered, num_tokens // block_size):
-        blocks.register(sequence.blocks[index], _digest(sequence, index, block_size))
+        blocks.register(sequence.blocks[index], _digest(sequence, index, block_size, lookahead))
         sequence.num_registered = index + 1
 
 
-def _digest(sequence: Sequence, index: int, block_size: int) -> bytes:
+def _digest(sequence: Sequence, index: int, block_size: int, lookahead: int) -> bytes:
     digests = sequence.digests
     while len(digests) <= index:
         start = len(digests) * block_size
         parent = digests[-1] if digests else _digest_of(sequence.submit.cache_salt)
-        digests.append(_digest_of(parent + sequence.ids[start : start + block_size].tobytes()))
+        digests.append(_digest_of(parent + sequence.ids[start : start + block_size + lookahead].tobytes()))
     return digests[index]
 
 

@@ -25,6 +25,7 @@ class Residents:
         self.num_bulk = 0
         self._max_num_seqs = facts.max_num_seqs
         self._prefix_cache = prefix_cache
+        self._lookahead = min(facts.max_draft_tokens, 1)
         self._generation = 0
         self._running_lanes: Ints | None = None
         self.forget_memory(facts.num_blocks)
@@ -50,7 +51,7 @@ class Residents:
         """Blocks of the prefix cache. Logprobs of the prompt need every token computed."""
         if not self._prefix_cache or sequence.params.prompt_logprobs is not None:
             return []
-        return find_hits(sequence, self.blocks, self.block_size)
+        return find_hits(sequence, self.blocks, self.block_size, self._lookahead)
 
     def enter(self, sequence: Sequence, hits: list[int]) -> None:
         lanes, lane = self.lanes, sequence.lane
@@ -108,7 +109,7 @@ class Residents:
     def offer(self, sequence: Sequence, num_tokens: int) -> None:
         """The blocks of the first `num_tokens` tokens, whose steps were answered, can be hit from now on."""
         if self._prefix_cache:
-            register(sequence, self.blocks, self.block_size, num_tokens)
+            register(sequence, self.blocks, self.block_size, self._lookahead, num_tokens)
 
     def take_releases(self) -> list[tuple[int, int]]:
         releases, self.releases = self.releases, []

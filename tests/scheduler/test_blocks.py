@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ipc.types import SamplingParams
 from scheduler.llm.blocks import BlockPool
-from tests.scheduler.generation_sim import GenerationSim
+from tests.scheduler.generation_sim import FACTS, GenerationSim
 
 
 def test_content_outlives_its_holders_until_the_block_is_taken() -> None:
@@ -121,10 +122,21 @@ def test_a_prompt_seen_before_is_computed_from_its_last_partial_block_on(sim: Ge
     assert sim.stats.generation.num_prefix_hit_tokens == 96
 
 
-def test_the_last_token_of_a_prompt_is_always_computed(sim: GenerationSim) -> None:
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    sim = GenerationSim(facts=replace(FACTS, max_draft_tokens=0))
     assert cached_of(sim, PROMPT[:64]) == 0
     assert cached_of(sim, PROMPT[:64]) == 48
     assert cached_of(sim, PROMPT[:65]) == 64  # the block's last token has been computed by now
+    sim.close()
+
+
+def test_with_drafts_a_block_is_known_by_the_token_behind_it_too(sim: GenerationSim) -> None:
+    """A draft head's entry for a block's last token is made of the next one."""
+    assert cached_of(sim, PROMPT[:64]) == 0
+    assert cached_of(sim, PROMPT[:64]) == 48
+    assert cached_of(sim, PROMPT[:65]) == 48  # an output followed there
+    assert cached_of(sim, PROMPT[:65]) == 64
+    assert cached_of(sim, [*PROMPT[:64], *sim.clients[0].tokens]) == 64
 
 
 def test_the_next_turn_finds_the_answer_too(sim: GenerationSim) -> None:
