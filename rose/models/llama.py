@@ -54,7 +54,7 @@ class LlamaAttention(nn.Module):
             group=group,
         )
 
-    def forward(self, x: Tensor, norm: RMSNorm, turn: Turn, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None, turn: Turn, attend: Attend) -> Tensor:
         q, k, v = turn(self.qkv_proj(x, norm=norm), self.q_norm, self.k_norm, self.attention.shape)
         return self.o_proj(self.attention(q, k, v, attend), residual=x)
 

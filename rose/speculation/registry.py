@@ -4,11 +4,18 @@ from collections.abc import Mapping
 
 from rose.config import SpeculationConfig
 from rose.models.config import ModelError
+from rose.speculation.draft_model import load_draft_model
+from rose.speculation.mtp import load_mtp
 from rose.speculation.n_gram import load_n_gram
 from rose.speculation.no_drafts import load_no_drafts
 from rose.speculation.protocol import LoadProposer, ProposerSource, Target
 
-PROPOSERS: Mapping[str, LoadProposer] = {"none": load_no_drafts, "n_gram": load_n_gram}
+PROPOSERS: Mapping[str, LoadProposer] = {
+    "none": load_no_drafts,
+    "n_gram": load_n_gram,
+    "draft_model": load_draft_model,
+    "mtp": load_mtp,
+}
 
 
 def load_proposer(config: SpeculationConfig, target: Target) -> ProposerSource:

@@ -1,0 +1,171 @@
+"""Drafts by a second language model (Leviathan et al. 2023), or by the target's own first layers and its head.
+
+A model of its own has entries for every token that the target has computed: prompts in the step that computes them, and
+in a loop of drafts one pass more than there are drafts, so that the last has an entry, should it be accepted. What was
+rejected is overwritten. It runs on the leading rank alone.
+
+First layers need no cache: their keys and values are the target's own, which the target writes again as it verifies.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rose.attention.interface import Attend
+from rose.attention.paged import PagedKV
+from rose.config import SpeculationConfig
+from rose.kv_cache import KVShape
+from rose.models.config import ModelConfig, ModelError, read_config, read_json
+from rose.models.llama import LlamaForCausalLM
+from rose.models.load import load_model
+from rose.models.task import read_task
+from rose.slots import RowInputs
+from rose.speculation.drafting import DraftLM, Draws, Tokens, one_token_rows, use_device_head
+from rose.speculation.kept_blocks import KeptBlocks
+from rose.speculation.no_drafts import load_no_drafts
+from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, ProposerSource, Target
+
+
+class DraftModel:
+    """A model with a cache of its own."""
+
+    def __init__(self, model: DraftLM, parts: ProposerParts, *, sampled: bool) -> None:
+        self._model, self._parts, self._sampled = model, parts, sampled
+        self._kept = KeptBlocks(parts.residents.slots)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        draws, ids = _loop(self._model, self._parts, self._parts.caches, rows, sampled=self._sampled)
+        tokens = one_token_rows(self._parts.residents.slots, rows, ids, rows.length)
+        self._fill(tokens)
+        computed = self._parts.residents.slots.num_tokens[rows.slots] - 1
+        return draws.drafts(torch.where(self._kept.cover(rows.slots, computed), rows.limits, 0))
+
+    def accepted(self, step: Closing) -> None:
+        has_drafts = step.tokens.shape[1] > 1  # they have been filled as they were made
+        if step.keep_draft and not has_drafts:
+            self._fill(step.inputs)
+        self._kept.close(step, filled=step.keep_draft or has_drafts)
+
+    def prefill(self, step: Closing) -> None:
+        self._fill(step.inputs)
+        self._kept.close(step, filled=True)
+
+    def _fill(self, tokens: Tokens | RowInputs) -> None:
+        self._model(tokens, self._parts.attention.paged(tokens.paged, self._parts.caches))
+
+
+class FirstLayersDraft:
+    """The target's first layers, over its own caches."""
+
+    def __init__(self, model: "FirstLayers", parts: ProposerParts, *, sampled: bool) -> None:
+        self._model, self._parts, self._sampled = model, parts, sampled
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        draws, _ = _loop(self._model, self._parts, self._parts.target_caches, rows, sampled=self._sampled)
+        return draws.drafts(rows.limits)
+
+    def accepted(self, step: Closing) -> None:
+        """The target's entries are what this one needs."""
+
+    def prefill(self, step: Closing) -> None:
+        """As above."""
+
+
+class FirstLayers(nn.Module):
+    """The first `num_layers` of a Llama or one of its kin, with its embedding, last norm and head."""
+
+    def __init__(self, model: LlamaForCausalLM, num_layers: int) -> None:
+        super().__init__()
+        self._model, self._num_layers = model, num_layers
+
+    def forward(self, batch: Tokens | RowInputs, attend: Attend) -> Tensor:
+        """Hidden states [T, H], norm applied."""
+        inner = self._model.model
+        x, turn = inner.embed_tokens(batch.input_ids), inner.rotary(batch.positions)
+        for layer in inner.layers[: self._num_layers]:
+            x = layer(x, turn, attend)
+        return inner.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+class _DraftModelSource:
+    def __init__(self, model: nn.Module, kv_shape: KVShape, config: SpeculationConfig) -> None:
+        self.kv_shape: KVShape | None = kv_shape
+        self._model, self._sampled = model, config.draft_sampling == "sampled"
+
+    def open(self, parts: ProposerParts) -> Proposer:
+        return DraftModel(cast(DraftLM, self._model), parts, sampled=self._sampled)
+
+
+class _FirstLayersSource:
+    kv_shape: KVShape | None = None
+
+    def __init__(self, model: FirstLayers, config: SpeculationConfig) -> None:
+        self._model, self._sampled = model, config.draft_sampling == "sampled"
+
+    def open(self, parts: ProposerParts) -> Proposer:
+        return FirstLayersDraft(self._model, parts, sampled=self._sampled)
+
+
+def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSource:
+    """Raises ModelError: see LoadProposer."""
+    if (config.model is None) == (config.num_layers is None):
+        raise ModelError(
+            "speculation.proposer draft_model takes either speculation.model, a directory, or speculation.num_layers, "
+            "how many of the target's first layers draft: set one of them"
+        )
+    if config.num_layers is not None:
+        most = target.config.num_hidden_layers - 1
+        if not 1 <= config.num_layers <= most:
+            raise ModelError(f"speculation.num_layers must be 1..{most} with this target, got {config.num_layers}")
+        return _FirstLayersSource(FirstLayers(cast(LlamaForCausalLM, target.model), config.num_layers), config)
+    if not target.group.leads:
+        return load_no_drafts(config, target)
+    directory = Path(str(config.model))
+    shape = read_config(directory)
+    _check(directory, shape, target)
+    task = read_task(directory, shape, "generate")
+    model = load_model(directory, shape, task, target.device, target.dtype)
+    use_device_head(model, target.device)
+    return _DraftModelSource(model, KVShape.of(shape, target.dtype), config)
+
+
+def _check(directory: Path, draft: ModelConfig, target: Target) -> None:
+    """Whether a model can draft for the target. Raises ModelError."""
+    facts = target.facts
+    own, its = _vocabulary(directory), _vocabulary(target.directory)
+    if draft.vocab_size != facts.vocab_size or (own and its and own != its):
+        raise ModelError(
+            f"{directory} has another vocabulary than {target.directory} ({draft.vocab_size} tokens, "
+            f"{facts.vocab_size}): take a draft model of the target's own family"
+        )
+    if draft.max_model_len < facts.max_model_len:
+        raise ModelError(
+            f"{directory} has {draft.max_model_len} positions, the target is served up to max_model_len = "
+            f"{facts.max_model_len}: lower rank.max_model_len or take another draft model"
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Ids by their texts; empty where there is no tokenizer to compare."""
+    path = directory / "tokenizer.json"
+    return read_json(path)["model"]["vocab"] if path.exists() else {}
+
+
+def _loop(
+    model: DraftLM, parts: ProposerParts, caches: Sequence[PagedKV], rows: DraftRows, *, sampled: bool
+) -> tuple[Draws, Tensor]:
+    """`rows.length` passes, each for one draft; the last draft, int32 [R], has no entry yet."""
+    slots = parts.residents.slots
+    draws = Draws(parts.residents, rows, sampled=sampled)
+    ids = slots.ids[rows.slots, (slots.num_tokens[rows.slots] - 1).clamp(min=0)]
+    for place in range(rows.length):
+        tokens = one_token_rows(slots, rows, ids, place)
+        hidden = model(tokens, parts.attention.paged(tokens.paged, caches))
+        ids = draws.add(model.logits(hidden))
+    return draws, ids

@@ -1,0 +1,110 @@
+"""Drafts by a head over the target's hidden states (rose.speculation.heads), k of them by recycling its own.
+
+The head's entry at position i is made of the target's hidden state of token i and of token i + 1. So it has entries
+where the target has, and a token's must wait for the next token: behind a chunk of a prompt that is the first of the
+next chunk, behind the last token the one that the step decides. After a step the head runs over the step's tokens with
+the ids moved left and the new ones put in; what it says behind the last accepted token begins the next drafts. Entries
+made in a loop of drafts, from the head's own hidden states, are thereby replaced by those of the target's.
+"""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from rose.attention.paged import PagedRows
+from rose.config import SpeculationConfig
+from rose.distributed.shard import local_heads
+from rose.kv_cache import KVShape
+from rose.models.config import ModelError
+from rose.models.llama import LlamaForCausalLM
+from rose.speculation.drafting import Draws, Tokens, one_token_rows, use_device_layers
+from rose.speculation.heads import DraftHead, load_head
+from rose.speculation.kept_blocks import KeptBlocks
+from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, ProposerSource, Target, next_ids
+
+
+class Mtp:
+    """`only_accepted`: after a step the head waits to know the accepted tokens and runs over no others."""
+
+    def __init__(
+        self, head: DraftHead, target: LlamaForCausalLM, parts: ProposerParts, *, sampled: bool, only_accepted: bool
+    ) -> None:
+        self._head, self._target, self._parts = head, target, parts
+        self._sampled, self._only_accepted = sampled, only_accepted
+        slots = parts.residents.slots
+        self._kept = KeptBlocks(slots)
+        weight = head.post_attention_layernorm.weight
+        self._hidden = weight.new_zeros(len(slots.num_tokens), len(weight))  # [S + 1, H]: whose logits come next
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        slots = self._parts.residents.slots
+        draws = Draws(self._parts.residents, rows, sampled=self._sampled)
+        hidden = self._hidden[rows.slots]
+        for place in range(rows.length):
+            ids = draws.add(self._target.logits(hidden))
+            if place + 1 < rows.length:
+                hidden = self._run(one_token_rows(slots, rows, ids, place), hidden)
+        computed = slots.num_tokens[rows.slots] - 1
+        return draws.drafts(torch.where(self._kept.cover(rows.slots, computed), rows.limits, 0))
+
+    def accepted(self, step: Closing) -> None:
+        if step.keep_draft or step.tokens.shape[1] > 1:
+            self.prefill(step)
+        else:
+            self._kept.close(step, filled=False)
+
+    def prefill(self, step: Closing) -> None:
+        kept = torch.where(step.num_given > 0, step.num_given, step.num_new)  # tokens of each row
+        tokens, hidden = Tokens(next_ids(step), step.inputs.positions, step.inputs.paged), step.hidden
+        if self._only_accepted:
+            entries = (step.inputs.spans.offsets < kept[step.inputs.spans.rows]).nonzero()[:, 0]
+            tokens, hidden = _of_entries(tokens, entries, kept), hidden[entries]
+        recycled = self._run(tokens, hidden)
+        self._hidden[step.inputs.slots] = recycled[tokens.paged.cu_seqlens_q[:-1] + kept - 1]
+        self._kept.close(step, filled=True)
+
+    def _run(self, tokens: Tokens, hidden: Tensor) -> Tensor:
+        """hidden [T, H] of each token, `tokens.input_ids` what follows it -> the head's own, [T, H]."""
+        embedding = self._target.model.embed_tokens(tokens.input_ids)
+        attend = self._parts.attention.paged(tokens.paged, self._parts.caches)
+        return self._head(embedding, hidden, tokens.positions, attend)
+
+
+def _of_entries(tokens: Tokens, entries: Tensor, counts: Tensor) -> Tokens:
+    """Of R rows the first `counts` (int32 [R]) tokens each, which are `entries` (int64 [n])."""
+    paged = tokens.paged
+    begins = paged.kv_lengths - paged.cu_seqlens_q.diff()
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+    rows = PagedRows(
+        cu_seqlens_q=offsets,
+        kv_lengths=begins + counts,
+        block_table=paged.block_table,
+        slot_mapping=paged.slot_mapping[entries],
+        max_q_len=paged.max_q_len,
+        max_kv_len=paged.max_kv_len,
+    )
+    return Tokens(tokens.input_ids[entries], tokens.positions[entries], rows)
+
+
+class _MtpSource:
+    def __init__(self, head: DraftHead, kv_shape: KVShape, config: SpeculationConfig, target: Target) -> None:
+        self.kv_shape: KVShape | None = kv_shape
+        self._head, self._target = head, cast(LlamaForCausalLM, target.model)
+        self._sampled = config.draft_sampling == "sampled"
+        on_cpu = target.device.type == "cpu"
+        self._only_accepted = config.head_tokens == "accepted" or (config.head_tokens == "auto" and on_cpu)
+
+    def open(self, parts: ProposerParts) -> Mtp:
+        return Mtp(self._head, self._target, parts, sampled=self._sampled, only_accepted=self._only_accepted)
+
+
+def load_mtp(config: SpeculationConfig, target: Target) -> ProposerSource:
+    """Raises ModelError: see LoadProposer."""
+    if config.model is None:
+        raise ModelError("speculation.proposer mtp needs speculation.model, the directory of a head for this model")
+    head, shape = load_head(Path(config.model), target)
+    use_device_layers(head, target.device)
+    local = local_heads(shape, target.group.size)
+    return _MtpSource(head, KVShape.of(local, target.dtype)._replace(num_layers=1), config, target)
