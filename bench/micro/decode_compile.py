@@ -16,6 +16,7 @@ from bench.micro.compile_kernels import compile_only, usage, zeros
 from ipc.types import ModelFacts
 from rose.decode_buffers import DecodeBuffers
 from rose.graph_policy import GraphKey
+from rose.kernels.accept import accept_drawn, accept_draws
 from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
@@ -80,6 +81,22 @@ def sample(num_rows: int, needs: Needs) -> None:
     sampler.sample(logits, each, each, each, needs=needs, bitmask=int32s(num_rows, 4008))
 
 
+def accept(num_rows: int, k: int) -> None:
+    """Penalties at verified places, and both ways of acceptance."""
+    places = num_rows * (k + 1)
+    sampler = Sampler(
+        max_num_seqs=num_rows, vocab_size=128256, max_logprobs=20, eos_token_ids=(2,), device=CPU, ops=TritonOps()
+    )
+    sampler.state.reserve()
+    logits, each = zeros(places, 128256, dtype=torch.float32), int32s(places)
+    sampler.draw(logits, each, each, each, needs=Needs(penalties=True), before=int32s(places, k))
+    starts, drafts, counts = int32s(num_rows + 1), int32s(num_rows, k), int32s(num_rows)
+    accept_draws(each, starts, drafts, counts)
+    weights = zeros(places, 128256, dtype=torch.int64)
+    probabilities = zeros(num_rows, k, 128256, dtype=torch.float32)
+    accept_drawn(weights, int32s(places, 2), each, starts, drafts, counts, probabilities)
+
+
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for heads in HEADS:
         for q in (1, 5):
@@ -100,6 +117,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for count in (1, 8):
         for needs in (Needs(), Needs(*(True for _ in Needs._fields)), Needs(random=True)):
             yield f"sample {count} {sum(needs)} needs", lambda a=(count, needs): sample(*a)
+    for k in (1, 4):
+        yield f"accept {k} drafts", lambda k=k: accept(4, k)
     yield "mark_non_finite", lambda: mark_non_finite(zeros(4, 128256, dtype=torch.float32), int32s(4))
 
 

@@ -5,9 +5,10 @@ target gives it, and what follows a rejection is drawn from the rest. Draws depe
 tokens are those of a generation without drafts, draw for draw, greedy or not. Drafts drawn from a distribution are
 taken by the rule of Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
 
-This is the reference in torch. Knows no model and no plan.
+In torch, the reference of the kernels that a GPU runs. Knows no model and no plan.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ def verify(
 
 def accept_draws(draws: Tensor, spans: Spans, drafts: Tensor, counts: Tensor) -> Accepted:
     """draws int32 [N]: the target's own at every place, each as if all drafts before it were taken."""
+    if draws.is_cuda:
+        return Accepted(*_kernels().accept_draws(draws, spans.cu_seqlens, drafts, counts))
     num_rows, k = drafts.shape
     tokens = draws.new_zeros(num_rows, k + 1)
     tokens[spans.rows, spans.offsets] = draws
@@ -86,6 +89,11 @@ def accept_drawn(
 ) -> Accepted:
     """Draft d of probability q is taken with the chance p / q; the first that is not is replaced by one drawn from what
     p has more than q. weights int64 [N, V] are p's, seeds int32 [N, 2] the rows' of each place."""
+    if weights.is_cuda:
+        starts = places.spans.cu_seqlens
+        return Accepted(
+            *_kernels().accept_drawn(weights, seeds, places.positions, starts, drafts, counts, probabilities)
+        )
     (rows, offsets), k = places.spans[1:], drafts.shape[1]
     total = weights.sum(1)
     own = offsets < k  # places that a draft stands at
@@ -116,6 +124,12 @@ def accept_drawn(
     final = draw(torch.where(rejected, residual, weights[place]), high, low, torch.zeros_like(total[place]))
     accepted.tokens.scatter_(1, last.long()[:, None], final.int()[:, None])
     return accepted
+
+
+def _kernels() -> ModuleType:
+    from rose.kernels import accept  # Triton need not be there without a GPU
+
+    return accept
 
 
 def drafts_before(spans: Spans, drafts: Tensor) -> Tensor:

@@ -163,6 +163,24 @@ def test_a_mask_and_padding_rows() -> None:
         assert int(bitmask[row, token // 32]) >> (token % 32) & 1
 
 
+def test_penalties_of_drafts_before() -> None:
+    """Tokens that are not counted yet, also one that was seen, one twice, and none."""
+    names = ["all penalties", "greedy penalties", "plain", "all penalties"]
+    params = [SamplingParams(seed=slot, **VARIANTS[name]) for slot, name in enumerate(names)]
+    logits, rows = normal(4, VOCAB), int32(range(4))
+    before = int32([[7, VOCAB - 1, 3000], [3000, 3000, -1], [3000, 1, 2], [-1, -1, -1]])
+    needs = Needs(penalties=True)
+    adjusted = []
+    state = samplers(params)[0].state
+    for ops, earlier in ((TritonOps(), before), (TorchOps(), before), (TorchOps(), None)):
+        adjusted.append(logits.clone())
+        ops.adjust(adjusted[-1], state, rows, 0 * rows, None, needs, earlier)
+    by_kernel, by_torch, without = adjusted
+    assert torch.equal(by_kernel, by_torch)
+    changed = [(row != other).nonzero()[:, 0].tolist() for row, other in zip(by_torch, without, strict=True)]
+    assert changed == [[7, 3000, VOCAB - 1], [3000], [], []]  # the third has no penalties
+
+
 def test_ties() -> None:
     """At every threshold; also the largest logit itself, in several tiles."""
     logits = torch.full((4, VOCAB), -2.0, device=DEVICE)
