@@ -13,7 +13,7 @@ from ipc.types import ModelFacts
 from rose.attention.sdpa import SdpaBackend
 from rose.batch import step_rows
 from rose.cpu_stream import CpuStream, Work
-from rose.distributed.agreement import check_agreement
+from rose.distributed.agreement import Agreement
 from rose.distributed.group import ALONE, Group
 from rose.encoder import Encoder, EncoderParts
 from rose.layers.packed_linear import pack_linears
@@ -26,7 +26,7 @@ class CpuEncoder:
     def __init__(self, parts: EncoderParts, facts: ModelFacts, num_threads: int, group: Group = ALONE) -> None:
         pack_linears(parts.model)
         self._encoder = Encoder(parts, SdpaBackend(), torch.device("cpu"), group)
-        self._group = group
+        self._group, self._agreement = group, Agreement(group)
         self._facts = facts
         self._num_threads = num_threads
         self._stream = CpuStream(num_threads, in_order=group.size > 1)
@@ -40,7 +40,7 @@ class CpuEncoder:
 
     def _together(self, plan: StepPlan, arrays: Arrays) -> None:
         """A whole step, each rank with its part of every layer."""
-        check_agreement(self._group, plan, arrays)
+        self._agreement.check(plan, arrays)
         (rows,) = step_rows(plan, arrays, self._facts, 1)
         self._encoder.run(rows)
 

@@ -7,7 +7,7 @@ masks of a step need the tokens of the one before, and its forward pass runs mea
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -28,6 +28,7 @@ from rose.cuda_stream import Bytes, CudaStream, StepStream
 from rose.decode_buffers import DecodeBuffers
 from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
+from rose.distributed.group import ALONE, Group
 from rose.generate_batch import GenerateRows, read_rows
 from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
@@ -37,7 +38,7 @@ from rose.models.config import ModelConfig, ModelError
 from rose.residents import Residents
 from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
-from rose.shape_list import read_shapes, write_shapes
+from rose.shape_list import from_leader, read_shapes, write_shapes
 from rose.static_decoder import StaticDecoder, attention_of, decode_key, needs_of
 from rose.static_forward import MAX_TOKENS, StaticForward
 
@@ -63,17 +64,18 @@ class CudaDecoder:
         tokenizer: Path,
         stream: StepStream | None = None,
         shapes: Path | None = None,
+        group: Group = ALONE,
     ) -> None:
         use_kernels(model)
         language_model = cast(LanguageModel, model)
-        self._facts, self._caches, self._shapes = facts, caches, shapes
+        self._facts, self._caches, self._group = facts, caches, group
+        self._shapes = shapes if group.leads else None
         self.residents = Residents(facts, device, tokenizer)
-        self._nobody = facts.max_num_seqs
+        self._nobody, self._device = facts.max_num_seqs, device
         self._buffers = DecodeBuffers(facts, self.residents.slots.block_table.shape[1], device)
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config)
-        self._static = StaticDecoder(language_model, self.residents, self._buffers)
         max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
         max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
         self._small = StaticForward(
@@ -84,7 +86,10 @@ class CudaDecoder:
             attention="triton",
             run=lambda key: self.graphs.run(key, [0] * (key.num_seqs + 1)),
         )
-        self._decoder = Decoder(DecoderParts(self._small, caches, self._attention), self.residents, facts)
+        parts = DecoderParts(self._small, caches, self._attention)
+        self._decoder = Decoder(parts, self.residents, facts, group=group)
+        self._agreement = self._decoder.agreement
+        self._static = StaticDecoder(language_model, self.residents, self._buffers, self._agreement)
         self._failed_step = 0  # the newest that ran out of memory
         self._masks = StagedMasks(facts, facts.num_steps_in_flight + 1, device)
         self._unsettled: deque[Landing] = deque()  # steps whose tokens grammars have not seen
@@ -180,11 +185,14 @@ class CudaDecoder:
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
         if has_grammars:
             self._settle()  # while the forward pass runs
-            self._static.finish(key, needs, self._masks.put(self.residents.grammars.masks(rows), key.num_seqs))
-        num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
-        stream.copy_out(buffers.outputs[:num_bytes], cast(Bytes, arrays["outputs"][:num_bytes]))
+            leads = self._group.leads
+            masks = self._masks.put(self.residents.grammars.masks(rows), key.num_seqs) if leads else None
+            self._static.finish(key, needs, masks)
+        if self._group.leads:
+            num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
+            stream.copy_out(buffers.outputs[:num_bytes], cast(Bytes, arrays["outputs"][:num_bytes]))
         lazy = stream.finish()
-        if not has_grammars and (rows.status == STATUS_OK).all():
+        if self._group.size == 1 and not has_grammars and (rows.status == STATUS_OK).all():
             return lazy
         landing = Landing(lazy, partial(self._land, rows, arrays))
         if has_grammars:
@@ -196,7 +204,7 @@ class CudaDecoder:
         self._settle()
         staged, landing = self._staged.take(arrays)
         self._decoder.run(plan, staged)
-        return Landing(self._stream.finish(), landing)
+        return Landing(self._stream.finish(), partial(self._land_any, landing))
 
     def _settle(self) -> None:
         """Waits for the steps whose tokens masks depend on: grammars then know them all."""
@@ -206,11 +214,20 @@ class CudaDecoder:
                 pass
 
     def _land(self, rows: GenerateRows, arrays: Arrays) -> None:
-        """Rows that failed before the step ran took part, and answer nothing."""
+        """Rows that failed before the step ran took part, and answer nothing. Raises Diverged."""
+        self._agreement.landed()
+        if not self._group.leads:
+            return
         failed = np.flatnonzero(rows.status != STATUS_OK)
         arrays["status"][failed] = rows.status[failed]
         arrays["num_tokens"][failed] = 0
         self.residents.grammars.accept(rows, arrays["tokens"][: len(rows.table)].tolist(), [1] * len(rows.table))
+
+    def _land_any(self, landing: Callable[[], None]) -> None:
+        """Raises Diverged."""
+        self._agreement.landed()
+        if self._group.leads:
+            landing()
 
     # --- shapes ---------------------------------------------------------------------------------------------
 
@@ -221,7 +238,8 @@ class CudaDecoder:
 
     def _policy(self, config: RankConfig) -> GraphPolicy:
         most = self._facts.max_num_seqs
-        known = [] if self._shapes is None else [key for key in read_shapes(self._shapes) if self._is_ours(key)]
+        listed = [] if self._shapes is None else read_shapes(self._shapes)
+        known = [key for key in from_leader(self._group, listed, self._device) if self._is_ours(key)]
         if config.capture == "eager":
             sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
             known += [self.key(size, needs) for needs in COMMON_NEEDS for size in sizes]

@@ -12,6 +12,7 @@ from rose.attention.paged import PagedBackend, PagedKV, PagedRows
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
 from rose.decoder import LanguageModel
+from rose.distributed.group import ALONE, Group, smallest
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate, cuda_budget_bytes, num_blocks_for
 from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelConfig, ModelError
@@ -30,8 +31,10 @@ def load_cuda_decoder(
     dtype: torch.dtype,
     tokenizer: Path,
     shapes: Path | None,
+    group: Group = ALONE,
 ) -> tuple[CudaDecoder, ModelFacts]:
-    """The decoder, and `facts` with the number of blocks that there is room for.
+    """The decoder, and `facts` with the number of blocks that there is room for on every rank. `model_config` has the
+    heads of this one.
 
     `model` has its weights, in `dtype` on `device`. Raises ModelError, torch.OutOfMemoryError.
     """
@@ -47,6 +50,7 @@ def load_cuda_decoder(
     num_blocks = num_blocks_for(
         shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len
     )  # fmt: skip
+    num_blocks = smallest(group, num_blocks, device)
     facts = replace(facts, num_blocks=num_blocks)
     decoder = CudaDecoder(
         model,
@@ -57,6 +61,7 @@ def load_cuda_decoder(
         device=device,
         tokenizer=tokenizer,
         shapes=shapes,
+        group=group,
     )
     return decoder, facts
 

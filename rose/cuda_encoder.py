@@ -20,6 +20,7 @@ from rose.attention.static import StaticAttention
 from rose.batch import Int32s, check_step
 from rose.config import RankConfig
 from rose.cuda_stream import Bytes, CudaStream, StepStream
+from rose.distributed.group import ALONE, Group, smallest
 from rose.encoder import EncoderParts
 from rose.graph_policy import GraphKey, GraphPolicy, encode_shapes, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
@@ -27,7 +28,7 @@ from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelConfig, ModelError
 from rose.models.task import EmbedTask
 from rose.runner import LazyTensor, OutOfMemory
-from rose.shape_list import read_shapes, write_shapes
+from rose.shape_list import from_leader, read_shapes, write_shapes
 from rose.static_encoder import StaticEncoder
 from rose.step_buffers import StepBuffers
 
@@ -52,8 +53,9 @@ class CudaEncoder:
         dtype: torch.dtype,
         stream: StepStream | None = None,
         shapes: Path | None = None,
+        group: Group = ALONE,
     ) -> None:
-        self._facts = facts
+        self._facts, self._group, self._device = facts, group, device
         self._num_tokens = self._num_padding = 0
         use_kernels(parts.model)
         self._buffers = StepBuffers(facts, device)
@@ -76,8 +78,9 @@ class CudaEncoder:
             pools=pools,
             has_token_types=model.type_vocab_size > 1,
         )
-        self._max_graph_tokens = self._crossover() if config.max_graph_tokens is None else config.max_graph_tokens
-        self._shapes = shapes
+        crossover = self._crossover() if config.max_graph_tokens is None else config.max_graph_tokens
+        self._max_graph_tokens = smallest(group, crossover, device)
+        self._shapes = shapes if group.leads else None
         self.graphs = GraphManager(
             self._policy(config),
             self._stream,
@@ -110,7 +113,8 @@ class CudaEncoder:
             self.graphs.run(key, offsets[: key.num_seqs + 1].tolist())
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(str(error)) from error
-        stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][: buffers.output_bytes(num_seqs)]))
+        if self._group.leads:
+            stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][: buffers.output_bytes(num_seqs)]))
         return stream.finish()
 
     @property
@@ -161,7 +165,8 @@ class CudaEncoder:
 
     def _policy(self, config: RankConfig) -> GraphPolicy:
         facts = self._facts
-        known = [] if self._shapes is None else read_shapes(self._shapes)
+        listed = [] if self._shapes is None else read_shapes(self._shapes)
+        known = from_leader(self._group, listed, self._device)
         if config.capture == "eager":
             most = min(self._max_graph_tokens, padded_tokens(facts.max_num_batched_tokens))
             known += [self.key(*shape) for shape in encode_shapes(facts.max_num_seqs, most, facts.max_model_len)]

@@ -48,6 +48,7 @@ class DecodeBuffers:
         self._cu_seqlens_q = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         self.ones = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self.zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def rows(self, key: GraphKey) -> DecodeRows:
         """Views of a key's rows: the first of each buffer."""

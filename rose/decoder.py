@@ -15,7 +15,7 @@ from ipc.step_ring import MAX_PROMPT_LOGPROBS, Arrays
 from ipc.types import ModelFacts
 from rose.attention.interface import Attend
 from rose.attention.paged import PagedBackend, PagedKV
-from rose.distributed.agreement import check_agreement, shared_decision
+from rose.distributed.agreement import Agreement
 from rose.distributed.group import ALONE, Group
 from rose.generate_batch import GenerateRows, read_rows
 from rose.generate_outputs import Decision, Logprobs, write_outputs, write_prompt_logprobs
@@ -62,6 +62,7 @@ class Decoder:
         self._facts = facts
         self._proposer = proposer or NoDrafts()
         self._group = group
+        self.agreement = Agreement(group, residents.slots)
         self._failed_step = 0  # the newest that ran out of memory
 
     def clear(self) -> None:
@@ -72,7 +73,7 @@ class Decoder:
     def run(self, plan: StepPlan, arrays: Arrays) -> None:
         """One step from its slot's inputs to its outputs. Raises OutOfMemory: the tables hold, the rows did nothing."""
         self._residents.apply_tables(plan, arrays)
-        check_agreement(self._group, plan, arrays, self._residents.slots)
+        self.agreement.check(plan, arrays)
         if plan.last_applied < self._failed_step:
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
         if not plan.num_seqs:
@@ -97,12 +98,10 @@ class Decoder:
         self._write_prompt_logprobs(rows, inputs, hidden, arrays)
         places, followed = residents.places(rows, inputs)
         logits = self._model.logits(hidden[followed])
-        decision = shared_decision(
-            self._group,
+        decision = self.agreement.decision(
             lambda: self._decide(rows, drafts, inputs, places, logits),
             num_rows=len(rows.table),
             width=rows.draft_length + 1,
-            device=logits.device,
         )
         close = self._proposer.prefill if rows.has_prompts else self._proposer.accepted
         given = residents.tensor(rows.num_given)

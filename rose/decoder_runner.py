@@ -158,5 +158,6 @@ class DecoderRunner:
             dtype=self._dtype,
             tokenizer=tokenizer,
             shapes=self._shapes,
+            group=self._group,
         )
         return cuda_decoder

@@ -19,7 +19,7 @@ from rose.config import RankConfig
 from rose.cpu_encoder import CpuEncoder
 from rose.device import resolve_device, resolve_dtype
 from rose.distributed.group import ALONE, Group, form_group
-from rose.distributed.shard import check_sizes
+from rose.distributed.shard import check_sizes, local_heads
 from rose.encoder import load_encoder
 from rose.encoder_facts import encoder_facts
 from rose.models.config import ModelError, read_config
@@ -147,12 +147,13 @@ class EncoderRunner:
 
         return CudaEncoder(
             parts,
-            self._model_config,
+            local_heads(self._model_config, self._group.size),
             self.facts,
             self._config,
             device=self._device,
             dtype=self._dtype,
             shapes=self._shapes,
+            group=self._group,
         )
 
     def _warm_up(self) -> None:

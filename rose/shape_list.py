@@ -5,6 +5,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
+from rose.distributed.group import Group
 from rose.graph_policy import GraphKey
 
 MAX_SHAPES = 1024
@@ -16,6 +19,16 @@ def read_shapes(path: Path) -> list[GraphKey]:
         return [GraphKey(*entry) for entry in json.loads(path.read_bytes())][:MAX_SHAPES]
     except (OSError, ValueError, TypeError):
         return []
+
+
+def from_leader(group: Group, keys: list[GraphKey], device: torch.device) -> list[GraphKey]:
+    """The leader's `keys`, on every rank: which shapes idle steps capture must be the same everywhere."""
+    if group.size == 1:
+        return keys
+    text = json.dumps(keys).encode() if group.leads else b""
+    length = int(group.broadcast(torch.tensor([len(text)], device=device)))
+    told = torch.tensor(list(text) or [0] * length, dtype=torch.uint8, device=device)
+    return [GraphKey(*entry) for entry in json.loads(bytes(group.broadcast(told).tolist()))]
 
 
 def write_shapes(path: Path, keys: Iterable[GraphKey]) -> None:

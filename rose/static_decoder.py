@@ -13,6 +13,8 @@ from rose.attention.interface import Attend
 from rose.attention.paged import PagedRows
 from rose.decode_buffers import DecodeBuffers
 from rose.decoder import LanguageModel
+from rose.distributed.agreement import Agreement
+from rose.generate_outputs import Decision
 from rose.graph_policy import GraphKey
 from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
 from rose.residents import Residents
@@ -49,8 +51,11 @@ def needs_of(key: GraphKey) -> Needs | None:
 class StaticDecoder:
     """Steps of sequences that all are past their prompts."""
 
-    def __init__(self, model: LanguageModel, residents: Residents, buffers: DecodeBuffers) -> None:
+    def __init__(
+        self, model: LanguageModel, residents: Residents, buffers: DecodeBuffers, agreement: Agreement
+    ) -> None:
         self._model = model
+        self._agreement = agreement
         self._residents = residents
         self._buffers = buffers
         self._logits: dict[GraphKey, Tensor] = {}  # float32 [R, V], of steps that stop there
@@ -79,19 +84,25 @@ class StaticDecoder:
             self._finish(key, logits, needs, None)
 
     @torch.inference_mode()
-    def finish(self, key: GraphKey, needs: Needs, bitmask: Tensor) -> None:
-        """The rest of the last step of `key`, which has stopped at its logits; bitmask int32 [R, ceil(V / 32)]."""
+    def finish(self, key: GraphKey, needs: Needs, bitmask: Tensor | None) -> None:
+        """The rest of the last step of `key`, which has stopped at its logits; bitmask int32 [R, ceil(V / 32)], the
+        leader's."""
         self._finish(key, self._logits[key], needs, bitmask)
 
     def _finish(self, key: GraphKey, logits: Tensor, needs: Needs, bitmask: Tensor | None) -> None:
         buffers, rows = self._buffers, self._buffers.rows(key)
-        draws = self._residents.sampler.sample(
-            logits, rows.slots, rows.num_known, rows.num_output, needs=needs, bitmask=bitmask
-        )
         new, outputs = buffers.ones[: key.num_seqs], buffers.row_outputs(key.num_seqs)
-        advance_rows(self._residents.slots, rows, draws.tokens[:, None], new, outputs)
-        if needs.logprobs:
-            self._write_logprobs(draws)
+
+        def decide() -> Decision:
+            draws = self._residents.sampler.sample(
+                logits, rows.slots, rows.num_known, rows.num_output, needs=needs, bitmask=bitmask
+            )
+            if needs.logprobs:
+                self._write_logprobs(draws)
+            return Decision(rows.status, draws.tokens[:, None], new, buffers.zeros[: key.num_seqs], None)
+
+        decision = self._agreement.decision(decide, num_rows=key.num_seqs, width=1)
+        advance_rows(self._residents.slots, rows, decision.tokens, new, outputs)
 
     def _write_logprobs(self, draws: Sampled) -> None:
         buffers = self._buffers

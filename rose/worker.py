@@ -186,7 +186,8 @@ class _Epoch:
             self.runner.drain()
 
     def launch(self, plan: StepPlan) -> None:
-        self.link.ring.check_header(plan.slot, self.epoch, plan.step)
+        sizes = self.link.ring.check_header(plan.slot, self.epoch, plan.step)
+        assert sizes == (plan.num_seqs, plan.num_tokens), f"step {plan.step}: its slot has {sizes} sequences and tokens"
         started = time.monotonic()
         try:
             lazy = self.runner.step(plan, self.link.ring.slot(plan.slot))

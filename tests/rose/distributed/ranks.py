@@ -20,8 +20,14 @@ from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing, encode_layout, generate_layout
 from ipc.types import ModelFacts
 from rose.config import RankConfig
+from rose.cuda_decoder import CudaDecoder
+from rose.decoder_runner import DecoderRunner
 from rose.distributed.group import form_group
+from rose.distributed.shard import local_heads
+from rose.kv_cache import KVShape, allocate
+from rose.models.load import load_model
 from rose.runners import make_runner
+from tests.rose.host_stream import HostStream
 
 SIZE = 2
 ANSWER_SECONDS = 60
@@ -43,10 +49,11 @@ class Ranks:
         self._num_groups = 0
         self.ring: StepRing | None = None
 
-    def load(self, model: Path, **settings: Any) -> "RemoteRunner":
-        """A model on both. Its facts are the leader's; num_blocks the smaller one, as a scheduler takes it."""
+    def load(self, model: Path, *, static: bool = False, **settings: Any) -> "RemoteRunner":
+        """A model on both. `static`: the GPU's way, in Triton's interpreter."""
         defaults = {"device": "cpu", "num_threads": 1}
-        facts: list[ModelFacts] = self.call("load", self._rendezvous(), model, RankConfig(**defaults | settings))
+        load = "load_static" if static else "load"
+        facts: list[ModelFacts] = self.call(load, self._rendezvous(), model, RankConfig(**defaults | settings))
         if self.ring is not None:
             self.ring.close()
         is_generation = facts[0].task == "generate"
@@ -165,6 +172,12 @@ class _Rank:
         self._runner = make_runner("test", model, config, tensor_parallel_size=SIZE)
         return self._runner.load(self._join(rendezvous))
 
+    def load_static(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
+        facts = self.load(rendezvous, model, config)
+        self._runner.close()
+        self._runner._decoder = static_decoder(self._runner, model, config)
+        return facts
+
     def attach(self, path: str, layout: Any) -> None:
         self._ring = StepRing.attach(os.open(path, os.O_RDWR), layout)
         self._runner.attach(self._ring)
@@ -179,6 +192,9 @@ class _Rank:
         """Makes this rank read something else in the next plan."""
         self._changes = {name: value}
 
+    def figures(self) -> dict[str, float]:
+        return self._runner.figures()
+
     def forget_token(self, slot: int) -> None:
         """Makes this rank believe that a sequence is a token shorter."""
         self._runner._decoder._decoder._residents.slots.num_tokens[slot] -= 1
@@ -192,6 +208,18 @@ class _Rank:
 
     def _join(self, rendezvous: str) -> Join:
         return Join(1, 7, self._rank, [11, 12], f"file://{rendezvous}", encode_layout(_NO_FACTS))
+
+
+def static_decoder(runner: DecoderRunner, directory: Path, config: RankConfig) -> CudaDecoder:
+    """The GPU's way, in the runner's group, over weights of its own."""
+    device, group = torch.device("cpu"), runner._group
+    model = load_model(directory, runner._model_config, runner._task, device, torch.float32, group)
+    heads = local_heads(runner._model_config, group.size)
+    caches = allocate(KVShape.of(heads, torch.float32), runner.facts.num_blocks, device)
+    return CudaDecoder(
+        model, caches, heads, runner.facts, config, device=device, tokenizer=directory / "tokenizer.json",
+        stream=HostStream(), shapes=directory / "shapes.json", group=group,
+    )  # fmt: skip
 
 
 _NO_FACTS = ModelFacts("none", "none", "embed", 1, 1, 1, 1, 1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ipc.step import KIND_PREFILL
 from ipc.types import SamplingParams
@@ -112,6 +113,27 @@ def test_the_ranks_agree_on_blocks_and_each_keeps_its_heads(pair: tuple[Driver, 
     assert facts[0] == facts[1]
     assert facts[0].tensor_parallel_size == 2
     assert facts[0].num_blocks == min(2 * (one.facts.num_blocks + 1) - 1, one.facts.max_num_seqs * 32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_gpus_way(ranks: Ranks, tmp_path: Path) -> None:
+    """Decode graphs with the collectives in them, prompts without; a rank that differs is found out as a step lands."""
+    directory = write_qwen3(tmp_path, num_hidden_layers=1)
+    sizes = {"max_num_seqs": 3, "max_model_len": 80, "capture": "lazy", "max_graph_tokens": 0}
+    one, two = Driver(directory, **SETTINGS | sizes), TwoRankDriver(ranks, directory, static=True, **sizes)
+    params = SamplingParams(seed=3, temperature=0.7, top_k=20, logprobs=2)
+    seqs = [[Seq(prompt(9)), Seq(prompt(20, 1), params)] for _ in range(2)]
+    for driver, both in zip((one, two), seqs, strict=True):
+        for seq in both:
+            driver.prefill(seq)
+        driver.decode(both, 4)
+    assert [seq.tokens for seq in seqs[1]] == [seq.tokens for seq in seqs[0]]
+    for figures in ranks.call("figures"):
+        assert (figures["graph_captures_total"], figures["graph_replays_total"]) == (1, 3)
+    ranks.tell(1, "forget_token", seqs[1][0].slot)
+    with pytest.raises(AssertionError, match="Diverged: rank 0"):
+        two.decode(seqs[1], 1)
+    one.close()
 
 
 def test_a_rank_that_holds_something_else_is_found_out(ranks: Ranks, tmp_path: Path) -> None:
