@@ -25,7 +25,7 @@ EXIT_FAULT = 70  # a fault of device or model: the process cannot be trusted any
 EXIT_REGROUP = 75  # the group has other members now: start afresh
 HEARTBEAT_SECONDS = 1.0
 QUIET_MS = 50  # after an ordered stop: no plan for so long means that none is under way
-GROUP_SECONDS = 5.0  # for steps that only some ranks of a group were sent before the scheduler died
+GROUP_SECONDS = 5.0  # for the last steps of a group, of which only some ranks may have been told
 
 Log = Callable[..., None]
 
@@ -73,7 +73,7 @@ def serve(*, runner: Runner, replica: str, rank: int, run_dir: Path, stop_fd: in
                 log("scheduler_gone", replica=replica, rank=rank, reason=str(gone))
                 loop.launch_left()
             finally:
-                runner.drain()
+                loop.drain()
                 runner.attach(None)
                 link.close()
     except Stopped:
@@ -175,14 +175,19 @@ class _Epoch:
 
     def launch_left(self) -> None:
         """The scheduler has gone: what a group was sent must have run on all its ranks before they serve another."""
+        if self.grouped:
+            self.launch_received()
+
+    def drain(self) -> None:
+        """Waits until no step is running. Other ranks of a group may never have been sent the last ones."""
         if not self.grouped:
+            self.runner.drain()
             return
         deadline = time.monotonic() + GROUP_SECONDS
         with leaving_when(
             lambda: time.monotonic() > deadline,
             lambda: _leave(self.log, "the other ranks did not take part in the last steps"),
         ):
-            self.launch_received()
             self.runner.drain()
 
     def launch(self, plan: StepPlan) -> None:

@@ -112,8 +112,7 @@ class _Target:
             place, index = self._place(form)
             if place in self._parameters:
                 self._copy(place, index, stored, f"{file}: {name}")
-                if place in self._copies and (self._copies[place], 0) in self._missing:
-                    self._copy(self._copies[place], 0, stored, f"{file}: {name}")
+                self._copy_tied(place, stored, f"{file}: {name}")
                 return
         raise ModelError(f"{file} holds {name!r}, which this architecture does not have")
 
@@ -136,6 +135,16 @@ class _Target:
             components[-2], index = self._parts[components[-2]]
             return ".".join(components), index
         return name, 0
+
+    def _copy_tied(self, name: str, stored: _Stored, what: str) -> None:
+        """The same tensor for a parameter that copies `name`; nothing to do where both are one."""
+        copy = self._copies.get(name)
+        if copy is None or (copy, 0) not in self._missing:
+            return
+        if self._parameters[copy] is self._parameters[name]:
+            self._missing.discard((copy, 0))
+        else:
+            self._copy(copy, 0, stored, what)
 
     @torch.no_grad()
     def _copy(self, name: str, index: int, stored: _Stored, what: str) -> None:
