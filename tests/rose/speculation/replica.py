@@ -58,6 +58,7 @@ class Replica:
         self.answers: dict[int, Answer] = {}
         self.aborts: dict[int, int] = {}
         self.num_steps = 0
+        self.draft_lengths: set[int] = set()  # of steps
 
     @property
     def figures(self) -> Figures:
@@ -89,6 +90,7 @@ class Replica:
         if plan is not None:
             self.flying.append((plan, self.runner.step(plan, self.slots[self.free.popleft()])))
             self.num_steps += 1
+            self.draft_lengths.add(plan.draft_length)
         return plan is not None
 
     def _finish(self) -> None:
