@@ -138,6 +138,15 @@ def test_replicas_are_spread_over_gpus(run_dir: Path, monkeypatch: pytest.Monkey
         render.replica_config(config, config.model("n"), "n/2", run_dir)
 
 
+def test_each_rank_of_a_replica_has_a_gpu_of_its_own(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    write_stack(build(run_dir, models=[{"name": "n", "source": "/n", "tensor_parallel_size": 2}]), {"n": Path("/n")})
+    programs = programs_of(parsed(run_dir))
+    gpus = {name: program.environment.get("CUDA_VISIBLE_DEVICES") for name, program in programs.items()}
+    assert {name: gpu for name, gpu in gpus.items() if gpu} == {"n-0:rank-0": "4", "n-0:rank-1": "6"}
+    assert "--rank=1" in programs["n-0:rank-1"].command
+
+
 def test_no_gpu_is_given_to_a_model_on_cpu(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = build(run_dir, rank={"device": "cpu"})

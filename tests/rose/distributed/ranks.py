@@ -34,15 +34,16 @@ ANSWER_SECONDS = 60
 
 
 class Ranks:
-    """The processes. One group and one model at a time; `load` makes others."""
+    """The processes. One group and one model at a time; `load` makes others. `gpus`: each has one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gpus: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._directory = Path(tempfile.mkdtemp(prefix="bq-"))
         pairs = [context.Pipe() for _ in range(SIZE)]
         self._pipes = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_serve, args=(theirs, rank), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+            context.Process(target=_serve, args=(theirs, rank, gpus), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()
@@ -143,9 +144,11 @@ def _checked(answer: tuple[str, Any]) -> Any:
     return value
 
 
-def _serve(pipe: Connection, rank: int) -> None:
+def _serve(pipe: Connection, rank: int, gpus: bool) -> None:
     """A rank's process: does what the pipe says until that ends."""
     torch.set_num_threads(1)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # nothing has asked for a device yet
     state = _Rank(rank)
     while True:
         try:
