@@ -105,6 +105,10 @@ class Grammars:
             raise InvalidRequest(text, param="tool_choice", code="unsupported")
         named = choice.mode == "named"
         chosen = [tool for tool in tools if not named or tool.name == choice.name]
+        num_bytes = sum(len(json.dumps(tool.parameters)) for tool in chosen)
+        if num_bytes > MAX_SCHEMA_BYTES:  # ranks take no larger grammar, and compiling to say so would take seconds
+            text = f"the parameters of tools have {num_bytes} bytes in all; calls of at most {MAX_SCHEMA_BYTES} can be "
+            raise InvalidRequest(text + "forced: give fewer or smaller tools, or name one", param="tools")
         for tool in chosen:  # each alone, for the right one to be named
             param = f"tools[{tools.index(tool)}].function.parameters"
             check_schema(tool.parameters, param)

@@ -304,6 +304,18 @@ def test_the_tool_at_fault_is_named() -> None:
     assert "uniqueItems" in refusal(GRAMMARS.of_tools, HERMES, strict, ToolChoice("required")).message
 
 
+def test_tools_that_are_large_together_are_refused_before_they_are_compiled() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}
+    few = [Tool(f"f{i}", schema) for i in range(3)]
+    assert GRAMMARS.of_tools(HERMES, few, ToolChoice("required")) is not None
+    many = [Tool(f"f{i}", {**schema, "title": str(i)}) for i in range(120)]
+    start = time.process_time()
+    error = refusal(GRAMMARS.of_tools, HERMES, many, ToolChoice("required"))
+    assert time.process_time() - start < 1
+    assert (error.param, "bytes in all" in error.message) == ("tools", True)
+    assert GRAMMARS.of_tools(HERMES, many, ToolChoice("named", "f7")) is not None  # each would do
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [
