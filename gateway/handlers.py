@@ -10,9 +10,10 @@ from aiohttp import web
 
 from gateway.answer import Answer
 from gateway.call import INLINE_CHARS, Call
+from gateway.deadline import Deadline
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
-from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, UnknownModel
+from gateway.errors import GatewayError, InvalidRequest, UnknownModel
 from gateway.front import Handler
 from gateway.generate import generate
 from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
@@ -41,14 +42,9 @@ def task_handler(dialect: Dialect) -> Handler:
 
     async def handle(gateway: Gateway, request: web.BaseRequest) -> web.StreamResponse:
         config = gateway.config
-        with gateway.admission.slot():
-            time_ms = timeout_ms(request, config.timeout_ms if dialect.events is None else config.generation_timeout_ms)
-            deadline = asyncio.get_running_loop().time() + time_ms / 1000
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await _answer(request, dialect, gateway, deadline)
-            except TimeoutError:
-                raise DeadlineExceeded(f"no answer within {time_ms} ms; allow more with X-Timeout-Ms") from None
+        usual_ms = config.timeout_ms if dialect.events is None else config.generation_timeout_ms
+        with gateway.admission, Deadline(timeout_ms(request, usual_ms)) as deadline:
+            return await _answer(request, dialect, gateway, deadline.at)
 
     return handle
 
@@ -154,7 +150,8 @@ async def _dispatch(call: Call, encoded: Encoded, spec: OutputSpec, culprit: Cal
     num_tokens = encoded.num_tokens
     check_tokens(num_tokens, gateway.config)
     gateway.metrics.prompt_tokens += num_tokens
-    chunks = split(encoded, gateway.config.max_chunk_tokens, gateway.client.num_live(name))
+    num_replicas = gateway.client.num_live(name) if len(encoded.sequences) > 1 else 1
+    chunks = split(encoded, gateway.config.max_chunk_tokens, num_replicas)
     job = gateway.client.start(name, chunks, spec, call.priority, call.deadline)
     try:
         rows = await job.future

@@ -1,6 +1,6 @@
 """OpenAI's /v1/embeddings and /v1/models, with this server's own `truncate` and `prompt_name`."""
 
-from base64 import b64encode
+from binascii import b2a_base64
 from typing import Annotated, Any
 
 import msgspec
@@ -86,4 +86,4 @@ def _floats(rows: Rows) -> list[Any]:
 
 
 def _base64(rows: Rows) -> list[str]:
-    return [b64encode(row).decode("ascii") for row in rows]
+    return [b2a_base64(row, newline=False).decode("ascii") for row in rows]
