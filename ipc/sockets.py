@@ -67,6 +67,7 @@ class EventSocket:
         self._scheduled = False
         self._closed = False
         self._connected = False
+        self._connection = 0
         self._retry: asyncio.TimerHandle | None = None
         self._spin_s = spin_us / 1e6
         self._spin_until = 0.0
@@ -124,8 +125,11 @@ class EventSocket:
     def _look_at_connection(self) -> None:
         if self.socket.retry_s is not None and self._retry is None:
             self._retry = self._loop.call_later(self.socket.retry_s, self._try_again)
-        if self.socket.connected is not None:
-            self._changed(self.socket.connected)
+        connection = self.socket.connection
+        if connection is not None and connection != self._connection:
+            self._connection = connection
+            self._changed(False)  # one may have ended and the next begun before we looked
+            self._changed(connection != 0)
 
     def _try_again(self) -> None:
         self._retry = None
