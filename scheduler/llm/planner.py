@@ -217,10 +217,16 @@ class GeneratePlanner:
         return replies + [Reply(gateway, TokenChunk(gateway, deltas)) for gateway, deltas in taken.deltas.items()]
 
     def _fail_row(self, sequence: Sequence, status: int) -> Reply:
-        if status == STATUS_BAD_TOKEN:
-            message = f"the prompt has a token id outside the vocabulary of {self.facts.vocab_size}"
+        if status != STATUS_BAD_TOKEN:
+            return self.roster.reject(sequence, "non_finite", "the model's output is not finite", 0)
+        vocab_size = self.facts.vocab_size
+        if any(not 0 <= token < vocab_size for token in sequence.ids[: sequence.num_prompt]):
+            message = f"the prompt has a token id outside the vocabulary of {vocab_size}"
             return self.roster.reject(sequence, "invalid", message, 0)
-        return self.roster.reject(sequence, "non_finite", "the model's output is not finite", 0)
+        # what else a rank fails a row for by this status, which says no more
+        what = "sampling parameters" if sequence.params.grammar is None else "structured output"
+        message = f"this model's ranks cannot follow the {what} asked for: ask for something simpler"
+        return self.roster.reject(sequence, "invalid", message)
 
     # --- out of memory --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ipc.step import KIND_DECODE, KIND_PREFILL, StepFailed, StepResult
+from ipc.step import KIND_DECODE, KIND_PREFILL, STATUS_BAD_TOKEN, StepFailed, StepResult
 from ipc.submit import Rejected, TokenDelta
 from ipc.types import SamplingParams
 from scheduler.planner import RANKS_AWAY
@@ -323,6 +323,23 @@ def test_a_canary_without_a_finite_token_is_counted(make: Make) -> None:
     sim.ring.slot(plan.slot)["status"][0] = 2
     sim.deliver()
     assert (sim.stats.num_bad_canaries, sim.stats.last_forward) == (1, None)
+
+
+@pytest.mark.parametrize(("grammar", "named"), [(None, "sampling parameters"), ("start: /a/", "structured output")])
+def test_what_ranks_cannot_follow_is_not_called_a_bad_token(make: Make, grammar: str | None, named: str) -> None:
+    sim = make()
+    sim.add([1, 2, 3], SamplingParams(max_tokens=4, seed=1, grammar=grammar))
+    plan = sim.plan()
+    assert plan is not None
+    assert sim.ring is not None
+    sim.run_rank()
+    sim.ring.slot(plan.slot)["status"][0] = STATUS_BAD_TOKEN
+    sim.deliver()
+    last = sim.clients[0].last
+    assert isinstance(last, Rejected)
+    assert (last.code, last.index) == ("invalid", None)
+    assert named in last.message
+    sim.drain()
 
 
 def test_idle_steps_when_the_ranks_have_a_use_for_them(make: Make) -> None:
