@@ -11,6 +11,7 @@ from gateway.tasks import Usage
 from ipc.types import SamplingParams
 
 MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 112  # ranks mask 128 ends of a text until min_tokens are there, the model's own among them
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -39,7 +40,7 @@ class SamplingBody(StructureBody, kw_only=True):
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: NotNegative | None = None
