@@ -7,6 +7,7 @@ Compiling takes about 1 ms, and 0.3 ms a KiB for large schemas (on one core; oth
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -24,8 +25,11 @@ MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 4096
 MAX_CALLS = 16  # that one answer may be made to hold
 MAX_ERROR_CHARS = 300
+MAX_COMPILE_SECONDS = 5.0  # of one core; ranks compile it again, and are killed when a step takes too long
 # Between JSON's tokens. Without an end to it small models go on with white space for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,32}"
+
+_NO_START = "no text can begin as it asks"  # references in a circle, say
 
 Thinking = Literal["never", "maybe", "begun"]
 _NAMED = re.compile(r"<[^<>\s]+>")
@@ -77,6 +81,8 @@ class Grammars:
         if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
             text = f"{param} has {len(pattern)} characters; a pattern may have 1 to {MAX_PATTERN_CHARS}"
             raise InvalidRequest(text, param=param)
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the compiler would pass over it
+            raise InvalidRequest(f"{param} ends within an escape: a backslash with nothing behind it", param=param)
         return self._checked(f"/{regex_to_lark(pattern, '')}/", thinking, param)
 
     def of_choice(self, choices: Sequence[str], param: str, thinking: Thinking = "never") -> str:
@@ -127,7 +133,7 @@ class Grammars:
             if error is not None:
                 self._errors.move_to_end(grammar)
         if error is None:
-            error = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            error = self._compile(grammar)
             with self._lock:
                 self._errors[grammar] = error
                 if len(self._errors) > self._capacity:
@@ -135,6 +141,18 @@ class Grammars:
         if error:
             raise InvalidRequest(f"{param} cannot be enforced: {_shorten(error)}", param=param)
         return grammar
+
+    def _compile(self, grammar: str) -> str:
+        """What is wrong with it, or nothing: it compiles, in good time, and something can be written by it."""
+        start = time.thread_time()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            error: str = matcher.get_error().partition("\n<state>")[0].strip()
+            return _NO_START if error in ("", "NoExtensionBias") else error
+        seconds = time.thread_time() - start
+        return f"it takes {seconds:.1f} s to compile" if seconds > MAX_COMPILE_SECONDS else ""
 
     def _thinking(self, thinking: Thinking) -> list[str]:
         """The rules of the start: the body, and the thinking before it."""
