@@ -79,14 +79,17 @@ class Generation:
         self._num_kept = 0
         self._news: dict[int, News] = {}
         self._error: GatewayError | None = None
-        self._changed = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # for news
 
     async def news(self) -> dict[int, News]:
         """Waits for something new, and takes it; by choice. Nothing after `wake`. Raises the GatewayError that ended
         the generation."""
         if not self._news and self._error is None:
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
         if self._error is not None:
             raise self._error
         news, self._news = self._news, {}
@@ -101,7 +104,8 @@ class Generation:
 
     def wake(self) -> None:
         """Ends the waiting for news, though there may be none."""
-        self._changed.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def end(self, index: int) -> None:
         """The choice has all it needs, by a stop string: nothing more is wanted of it."""
@@ -128,7 +132,7 @@ class Generation:
         news = self._news.get(index)
         if news is None:
             self._news[index] = News([delta])
-            self._changed.set()
+            self.wake()
         else:
             news.deltas.append(delta)
 
@@ -138,7 +142,7 @@ class Generation:
     def failed(self, error: GatewayError) -> None:
         if self._error is None:
             self._error = error
-            self._changed.set()
+            self.wake()
             self.abort("stop")
 
     def may_restart(self, chunk: Chunk) -> bool:
@@ -150,5 +154,5 @@ class Generation:
             self.failed(NotReady(text, code="replica_lost", retry_after_ms=1000))
             return False
         self._news[index] = News([], restarted=True)
-        self._changed.set()
+        self.wake()
         return True

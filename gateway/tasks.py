@@ -191,7 +191,11 @@ class Piece(Struct):
 
 def num_entries(pieces: list[Piece]) -> int:
     """How much there is to render: pieces, tokens with logprobs, and the likeliest tokens beside them."""
-    return sum(1 + sum(1 + len(token.top) for token in piece.tokens) for piece in pieces)
+    total = len(pieces)
+    for piece in pieces:
+        for token in piece.tokens:
+            total += 1 + len(token.top)
+    return total
 
 
 class Usage(Struct, frozen=True):
