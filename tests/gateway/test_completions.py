@@ -159,6 +159,17 @@ async def test_a_stop_string_ends_everything_at_one_place(chat_stack: Stack, tok
     assert body["choices"][0]["text"] == "hello world"
 
 
+async def test_a_stop_string_s_answer_tells_what_it_took(chat_stack: Stack) -> None:
+    """Though no terminal delta comes: the first one has told it."""
+    run(chat_stack, ids("hello world and more of it"))
+    fields = {"model": "chat", "prompt": "hello the", "max_tokens": 50, "stop": "rld"}
+    async with chat_stack.http.post("/v1/completions", json=fields) as response:
+        body = await response.json()
+        assert (response.headers["X-Queue-Ms"], response.headers["X-Compute-Ms"]) == ("0.50", "1.50")
+    assert body["choices"][0]["text"] == "hello wo"
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
 async def test_text_is_held_back_only_as_long_as_it_must_be(chat_stack: Stack) -> None:
     generations = chat_stack.schedulers["chat/0"].generations
     generations.free = False

@@ -232,6 +232,25 @@ def test_the_last_delta_tells_what_it_took(make: Make) -> None:
     assert (last.num_prompt_tokens, last.finish_reason, len(last.tokens)) == (60, "length", 1)
 
 
+def test_the_first_token_tells_what_it_took_so_far(make: Make) -> None:
+    """All that a gateway learns which then finds a stop string."""
+    sim = make()
+    add_many(sim, 1, length=60, max_tokens=1)
+    sim.drain()
+    sim.add(sim.clients[0].prompt, greedy(40))
+    while not sim.clients[1].tokens:
+        sim.run_step()
+    first = sim.clients[1].deltas[0]
+    assert first.finish_reason is None
+    assert first.num_cached_tokens == 48
+    assert first.timings is not None
+    assert first.timings.num_steps == 1
+    sim.die(ordered=True)  # tokens that were sent are no first ones again
+    sim.drain()
+    told = [delta for delta in sim.clients[1].deltas if delta.timings is not None]
+    assert told == [first, sim.clients[1].last]
+
+
 def test_work_that_only_waits_goes_elsewhere_when_ranks_stay_away(make: Make) -> None:
     sim = make(max_num_seqs=1)
     add_many(sim, 3, max_tokens=20)
