@@ -95,7 +95,8 @@ class Decoder:
             raise
 
     def _generate(self, rows: GenerateRows, arrays: Arrays) -> None:
-        """One step of rows: propose, forward, sample or accept, accepted. Up to `advance` no sequence has changed."""
+        """One step of rows: propose, forward, sample or accept, accepted. Up to `advance` no sequence has changed, but
+        for what sampling knows of prompts: residents remember how far."""
         residents = self._residents
         residents.append_prompts(rows)
         self._proposer.propose(rows)
@@ -106,6 +107,8 @@ class Decoder:
         lengths = residents.advance(rows, inputs, decision.tokens, decision.num_new)
         self._proposer.accepted(inputs, hidden, decision)
         write_outputs(decision, lengths, arrays)
+        if residents.grammars.has_any(rows.slots.tolist()):
+            residents.grammars.accept(rows, decision.tokens[:, 0].tolist())
 
     def _sample(self, rows: GenerateRows, inputs: RowInputs, hidden: Tensor) -> Decision:
         """A token for every row that asks for one; the others take part as padding."""
@@ -126,8 +129,6 @@ class Decoder:
             needs=residents.sampler.needs(rows.slots[rows.samples].tolist()),
             bitmask=None if masks is None else residents.tensor(masks),
         )
-        if masks is not None:
-            residents.grammars.accept(rows, draws.tokens.tolist())
         columns = [part[:, None] for part in draws[1:] if part is not None]
         logprobs = Logprobs(*columns) if columns else None
         return Decision(status, draws.tokens[:, None], asks.int(), torch.zeros_like(status), logprobs)

@@ -63,11 +63,14 @@ class GrammarRows:
                 self._fail(rows, row)
 
     def _accept_given(self, rows: GenerateRows, row: int) -> None:
-        line, count = rows.table[row], int(rows.num_given[row])
-        slot, begin = int(line[GEN_SLOT]), int(line[GEN_INPUT_OFFSET])
-        num_old = max(0, int(self._host.num_prompt[slot]) - (int(line[GEN_MAX_LENGTH]) - count))  # still the prompt's
+        """Output among the row's ids, but for what the grammar met in a step that then did not fit."""
+        line, host = rows.table[row], self._host
+        slot, begin, end = int(line[GEN_SLOT]), int(line[GEN_INPUT_OFFSET]), int(line[GEN_MAX_LENGTH])
+        count = int(rows.num_given[row])
+        num_new = max(0, min(count, end - max(int(host.num_prompt[slot]), int(host.num_met[slot]))))
+        host.num_met[slot] = max(end, int(host.num_met[slot]))
         try:
-            self._grammars.accept(slot, rows.input_ids[begin + num_old : begin + count].tolist())
+            self._grammars.accept(slot, rows.input_ids[begin + count - num_new : begin + count].tolist())
         except GrammarError:
             self._fail(rows, row)
 

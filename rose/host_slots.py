@@ -11,6 +11,7 @@ import numpy as np
 
 from ipc.step import (
     ADMIT_GENERATION,
+    ADMIT_NUM_COMPUTED,
     ADMIT_NUM_PROMPT,
     ADMIT_PARAMS_BYTES,
     ADMIT_PARAMS_OFFSET,
@@ -44,6 +45,10 @@ class HostSlots:
         self.generation = np.full(max_num_seqs, EMPTY, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)  # where output begins
         self.status = np.full(max_num_seqs, STATUS_OK, np.int32)  # what every row of the sequence fails with
+        # tokens that came with prefill rows, as far as penalties have counted them and grammars have met them: further
+        # than they are computed where the step then did not fit
+        self.num_counted = np.zeros(max_num_seqs, np.int64)
+        self.num_met = np.zeros(max_num_seqs, np.int64)
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
 
     def clear(self) -> None:
@@ -71,6 +76,7 @@ class HostSlots:
         params = _decoder.decode(arrays["params"][begin : begin + line[ADMIT_PARAMS_BYTES]].tobytes())
         self.generation[slot] = line[ADMIT_GENERATION]
         self.num_prompt[slot] = line[ADMIT_NUM_PROMPT]
+        self.num_counted[slot] = self.num_met[slot] = line[ADMIT_NUM_COMPUTED]
         self.status[slot] = STATUS_OK
         self.params[slot] = params
         return Occupant(slot, params)

@@ -105,11 +105,17 @@ class Residents:
         return self.slots.inputs(self.tensor(rows.slots), each, rows.max_q_len, rows.max_kv_len)
 
     def observe_prompts(self, rows: GenerateRows, inputs: RowInputs) -> None:
-        """Counts what prefill rows computed, where a penalty asks how often a token was there."""
-        given = np.repeat(rows.num_given > 0, np.diff(rows.cu_seqlens))
-        if self.sampler.needs(rows.slots[rows.num_given > 0].tolist()).penalties:
-            tokens = torch.from_numpy(np.flatnonzero(given)).to(self._device, non_blocking=True)
-            self._observe(inputs.slots[inputs.spans.rows[tokens]], inputs.positions[tokens])
+        """Counts what prefill rows computed, where a penalty asks how often a token was there.
+
+        But for what was counted in a step that then did not fit.
+        """
+        if not self.sampler.needs(rows.slots[rows.num_given > 0].tolist()).penalties:
+            return
+        tokens, token_rows, positions = rows.given
+        slots = rows.slots[token_rows]
+        new = self.tensor(tokens[positions >= self.host.num_counted[slots]])
+        self._observe(inputs.slots[inputs.spans.rows[new]], inputs.positions[new])
+        np.maximum.at(self.host.num_counted, slots, positions + 1)
 
     def wants_prompt_logprobs(self, rows: GenerateRows) -> NDArray[np.int64]:
         """Which of the step's tokens answer how likely the next one was: all of a prompt's whose params ask."""

@@ -114,11 +114,10 @@ class Sampler:
             self.state.reserve()
         changed = self._adjusted(logits, slots, num_output, needs, bitmask, keep=needs.logprobs)
         tokens = self._ops.choose(changed, self.state, slots, positions, needs)
-        if needs.penalties:
+        found = self._ops.logprobs(logits, tokens, self._max_logprobs) if needs.logprobs else ()
+        if needs.penalties:  # last: a step that does not fit must not have counted anything
             self._ops.count(self.state, slots, tokens, None)
-        if not needs.logprobs:
-            return Sampled(tokens)
-        return Sampled(tokens, *self._ops.logprobs(logits, tokens, self._max_logprobs))
+        return Sampled(tokens, *found)
 
     def probabilities(
         self,

@@ -145,6 +145,42 @@ def test_out_of_memory_keeps_the_tables_and_moves_no_row(
     assert second.tokens == model.greedy(prompt(12, 1), 5)
 
 
+@pytest.mark.parametrize("place", ["adjust", "choose", "logprobs"])
+def test_out_of_memory_behind_the_forward_pass_is_undone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Neither penalties nor grammars meet a token twice, be it of an earlier life or just drawn."""
+    params = SamplingParams(
+        temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, logprobs=1, grammar="start: /[xyz]{30}/"
+    )
+    expected = generate(driver, Seq(prompt(12), params), 10)
+    back, other = Seq([*prompt(12), *expected[:5]], params, num_prompt=12), Seq(prompt(12), params)
+    driver.prefill(other)
+
+    def try_twice(first: int, second: int, admit: list[Seq]) -> None:
+        num_computed = back.num_computed
+        with monkeypatch.context() as patch:
+            patch.setattr(driver.runner._decoder._decoder._residents.sampler._ops, place, no_memory)
+            lazy, _ = driver.launch([Row(back, first, KIND_PREFILL), Row(other)], admit=admit)
+            driver.runner.drain()
+            with pytest.raises(OutOfMemory):
+                lazy.ready()
+        driver.last_applied = driver.num_steps
+        back.num_computed = num_computed
+        back.max_known, other.max_known = len(back.tokens), len(other.tokens)
+        driver.run([Row(back, second, KIND_PREFILL), Row(other)])
+
+    try_twice(16, 14, [back])
+    try_twice(3, 3, [])
+    driver.decode([back, other], 4)
+    assert back.tokens[12:] == expected
+    assert other.tokens[12:] == expected[: len(other.tokens) - 12]
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
 def test_any_other_fault_is_not_out_of_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_once(driver, monkeypatch, RuntimeError("illegal address"))
     seq = Seq(prompt(4))
