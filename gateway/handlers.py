@@ -73,8 +73,9 @@ async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:
     check_items("input", len(task.inputs), call.gateway.config)
     _check_embedding(call, task)
     encoded = await _encode(call, encode_embed, task, [("input", task.inputs)])
-    rows = await _dispatch(call, encoded, task.spec, lambda index: place("input", index))
-    return EmbedOutcome(rows, encoded.num_tokens)
+    num_tokens = encoded.num_tokens
+    rows = await _dispatch(call, encoded, num_tokens, task.spec, lambda index: place("input", index))
+    return EmbedOutcome(rows, num_tokens)
 
 
 async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
@@ -95,10 +96,11 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
         num_queries = len(task.queries)
         return place(query_field, index) if index < num_queries else place(document_field, index - num_queries)
 
-    rows = await _dispatch(call, encoded, OutputSpec(), culprit)
+    num_tokens = encoded.num_tokens
+    rows = await _dispatch(call, encoded, num_tokens, OutputSpec(), culprit)
     if call.facts.task == "embed":
-        return ScoreOutcome(_cosines(rows, task), encoded.num_tokens, "cosine_similarity")
-    return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), encoded.num_tokens, "cross_encoder")
+        return ScoreOutcome(_cosines(rows, task), num_tokens, "cosine_similarity")
+    return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), num_tokens, "cross_encoder")
 
 
 def _check_embedding(call: Call, task: EmbedTask) -> None:
@@ -144,10 +146,11 @@ async def _encode(
     return encoded
 
 
-async def _dispatch(call: Call, encoded: Encoded, spec: OutputSpec, culprit: Callable[[int], str]) -> Rows:
+async def _dispatch(
+    call: Call, encoded: Encoded, num_tokens: int, spec: OutputSpec, culprit: Callable[[int], str]
+) -> Rows:
     """Result rows, all of them; `culprit` names the field a sequence came from."""
     gateway, name = call.gateway, call.model.name
-    num_tokens = encoded.num_tokens
     check_tokens(num_tokens, gateway.config)
     gateway.metrics.prompt_tokens += num_tokens
     num_replicas = gateway.client.num_live(name) if len(encoded.sequences) > 1 else 1

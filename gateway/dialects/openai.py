@@ -1,6 +1,7 @@
 """OpenAI's /v1/embeddings and /v1/models, with this server's own `truncate` and `prompt_name`."""
 
 from binascii import b2a_base64
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from gateway.dialects.fields import Texts, decode, read_texts, refuse_unsupported
 from gateway.errors import InvalidRequest
-from gateway.tasks import EmbedOutcome, EmbedTask, Rows
+from gateway.tasks import EmbedOutcome, EmbedTask
 from ipc.types import OutputSpec, VectorDType
 
 FORMATS: dict[str, VectorDType] = {
@@ -61,7 +62,11 @@ def parse_embeddings(body: bytes) -> EmbedTask:
 
 
 def render_embeddings(task: EmbedTask, outcome: EmbedOutcome) -> bytes:
-    vectors = _floats(outcome.rows) if task.encoding == "float" else _base64(outcome.rows)
+    vectors: Iterable[Any]
+    if task.encoding == "float":
+        vectors = outcome.rows.matrix("<f4")
+    else:
+        vectors = [b2a_base64(row, newline=False).decode("ascii") for row in outcome.rows]
     return orjson.dumps(
         {
             "object": "list",
@@ -79,11 +84,3 @@ def render_models(names: list[str], created: int, max_lengths: dict[str, int | N
         for name in names
     ]
     return orjson.dumps({"object": "list", "data": data})
-
-
-def _floats(rows: Rows) -> list[Any]:
-    return list(rows.matrix("<f4"))
-
-
-def _base64(rows: Rows) -> list[str]:
-    return [b2a_base64(row, newline=False).decode("ascii") for row in rows]
