@@ -14,6 +14,7 @@ from torch import Tensor
 from ipc.step import (
     ADMIT_INPUT_OFFSET,
     ADMIT_NUM_COMPUTED,
+    ADMIT_SLOT,
     GEN_INPUT_OFFSET,
     RELEASE_SLOT,
     STATUS_BAD_TOKEN,
@@ -82,7 +83,7 @@ class Residents:
             except UnusableParams:
                 self.host.status[occupant.slot] = STATUS_BAD_TOKEN  # alone, at its first row
         if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
-            self._observe(self.slots.num_prompt.new_tensor([slot for slot, _ in newcomers])[hits.rows], hits.offsets)
+            self._observe(self.tensor(table[:, ADMIT_SLOT])[hits.rows], hits.offsets)
 
     # --- the rows of a plan ---------------------------------------------------------------------------------
 
