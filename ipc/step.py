@@ -51,6 +51,7 @@ KIND_PREFILL, KIND_DECODE, KIND_VERIFY = range(3)
 
 # --- status of a row --------------------------------------------------------------------------------------
 STATUS_OK, STATUS_BAD_TOKEN, STATUS_NON_FINITE = range(3)
+STATUS_BAD_PARAMS = 3  # of generation: sampling parameters or a grammar that the rank cannot follow; its log says why
 
 
 class StepPlan(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.step import GEN_INPUT_OFFSET, GEN_MAX_LENGTH, GEN_SLOT, STATUS_BAD_TOKEN, STATUS_OK
+from ipc.step import GEN_INPUT_OFFSET, GEN_MAX_LENGTH, GEN_SLOT, STATUS_OK
 from rose.batch import Int32s
 from rose.generate_batch import GenerateRows
 from rose.host_slots import HostSlots, Occupant
@@ -32,8 +32,8 @@ class GrammarRows:
         try:
             self._grammars.admit(slot, params.grammar)
             self._grammars.accept(slot, ids[self._host.num_prompt[slot] :].tolist())
-        except GrammarError:
-            self._host.status[slot] = STATUS_BAD_TOKEN
+        except GrammarError as error:
+            self._host.fail(slot, error)
 
     def has_any(self, slots: Iterable[int]) -> bool:
         """Whether some row needs its mask: then this step waits for the tokens of the one before."""
@@ -49,8 +49,8 @@ class GrammarRows:
         for row in np.flatnonzero(rows.num_given).tolist():
             self._accept_given(rows, row)
         masks = np.empty((len(rows.slots), self._mask_words), np.int32)
-        for failed in self._grammars.fill(masks, rows.slots.tolist()):
-            self._fail(rows, failed)
+        for failed, error in self._grammars.fill(masks, rows.slots.tolist()).items():
+            self._fail(rows, failed, error)
         masks[rows.status != STATUS_OK] = -1  # nobody asks, but something must be allowed
         return masks
 
@@ -59,8 +59,8 @@ class GrammarRows:
         for row in np.flatnonzero(rows.samples & (rows.status == STATUS_OK)).tolist():
             try:
                 self._grammars.accept(int(rows.slots[row]), [tokens[row]])
-            except GrammarError:
-                self._fail(rows, row)
+            except GrammarError as error:
+                self._fail(rows, row, error)
 
     def _accept_given(self, rows: GenerateRows, row: int) -> None:
         """Output among the row's ids, but for what the grammar met in a step that then did not fit."""
@@ -71,8 +71,11 @@ class GrammarRows:
         host.num_met[slot] = max(end, int(host.num_met[slot]))
         try:
             self._grammars.accept(slot, rows.input_ids[begin + count - num_new : begin + count].tolist())
-        except GrammarError:
-            self._fail(rows, row)
+        except GrammarError as error:
+            self._fail(rows, row, error)
 
-    def _fail(self, rows: GenerateRows, row: int) -> None:
-        rows.status[row] = self._host.status[rows.slots[row]] = STATUS_BAD_TOKEN
+    def _fail(self, rows: GenerateRows, row: int, error: GrammarError) -> None:
+        slot = int(rows.slots[row])
+        if self._host.status[slot] == STATUS_OK:  # else it has been told
+            self._host.fail(slot, error)
+        rows.status[row] = self._host.status[slot]

@@ -4,6 +4,7 @@ Checks what a scheduler says about slots before anything is launched: a row for 
 write a stranger's cache. Free of torch.
 """
 
+import logging
 from typing import NamedTuple, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from ipc.step import (
     GEN_SLOT,
     RELEASE_GENERATION,
     RELEASE_SLOT,
+    STATUS_BAD_PARAMS,
     STATUS_OK,
     StepPlan,
 )
@@ -28,6 +30,7 @@ from ipc.types import SamplingParams
 from rose.batch import Int32s
 
 EMPTY = -1
+_log = logging.getLogger("unusable_params")
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -50,12 +53,14 @@ class HostSlots:
         self.num_counted = np.zeros(max_num_seqs, np.int64)
         self.num_met = np.zeros(max_num_seqs, np.int64)
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._step = 0  # the newest, for the log
 
     def clear(self) -> None:
         self.generation[:] = EMPTY
 
     def apply(self, plan: StepPlan, arrays: Arrays) -> list[Occupant]:
         """Releases and admissions of a plan; who is new."""
+        self._step = plan.step
         for slot, generation in _table(arrays, "releases", plan.num_releases)[:, [RELEASE_SLOT, RELEASE_GENERATION]]:
             held = self.generation[slot]
             assert held == generation, f"step {plan.step}: release of slot {slot} under {generation}, it holds {held}"
@@ -63,6 +68,11 @@ class HostSlots:
         return [
             self._admit(line, arrays, plan.step) for line in _table(arrays, "admissions", plan.num_admissions).tolist()
         ]
+
+    def fail(self, slot: int, reason: ValueError) -> None:
+        """Its parameters cannot be followed here: every further row of it fails, alone. The log alone tells why."""
+        self.status[slot] = STATUS_BAD_PARAMS
+        _log.warning("slot %d, by step %d: %s", slot, self._step, reason)
 
     def check_rows(self, table: Int32s, step: int) -> None:
         """table int32 [R, 8] of rows: each for the sequence that is in its slot."""

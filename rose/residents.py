@@ -17,7 +17,6 @@ from ipc.step import (
     ADMIT_SLOT,
     GEN_INPUT_OFFSET,
     RELEASE_SLOT,
-    STATUS_BAD_TOKEN,
     StepPlan,
 )
 from ipc.step_ring import Arrays
@@ -80,8 +79,8 @@ class Residents:
             self.grammars.enter(occupant, ids[begin : begin + line[ADMIT_NUM_COMPUTED]])
             try:
                 self.sampler.admit(*occupant)
-            except UnusableParams:
-                self.host.status[occupant.slot] = STATUS_BAD_TOKEN  # alone, at its first row
+            except UnusableParams as error:
+                self.host.fail(occupant.slot, error)
         if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
             self._observe(self.tensor(table[:, ADMIT_SLOT])[hits.rows], hits.offsets)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from msgspec.structs import replace
 
-from ipc.step import STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
+from ipc.step import STATUS_BAD_PARAMS, STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.submit import Rejected, TokenChunk
 from ipc.types import MAX_ATTEMPTS, ModelFacts
@@ -217,16 +217,14 @@ class GeneratePlanner:
         return replies + [Reply(gateway, TokenChunk(gateway, deltas)) for gateway, deltas in taken.deltas.items()]
 
     def _fail_row(self, sequence: Sequence, status: int) -> Reply:
-        if status != STATUS_BAD_TOKEN:
-            return self.roster.reject(sequence, "non_finite", "the model's output is not finite", 0)
-        vocab_size = self.facts.vocab_size
-        if any(not 0 <= token < vocab_size for token in sequence.ids[: sequence.num_prompt]):
-            message = f"the prompt has a token id outside the vocabulary of {vocab_size}"
+        if status == STATUS_BAD_TOKEN:
+            message = f"the prompt has a token id outside the vocabulary of {self.facts.vocab_size}"
             return self.roster.reject(sequence, "invalid", message, 0)
-        # what else a rank fails a row for by this status, which says no more
-        what = "sampling parameters" if sequence.params.grammar is None else "structured output"
-        message = f"this model's ranks cannot follow the {what} asked for: ask for something simpler"
-        return self.roster.reject(sequence, "invalid", message)
+        if status == STATUS_BAD_PARAMS:
+            what = "sampling parameters" if sequence.params.grammar is None else "grammar or the sampling parameters"
+            message = f"this model cannot follow the {what} asked for: ask for something simpler"
+            return self.roster.reject(sequence, "invalid", message)
+        return self.roster.reject(sequence, "non_finite", "the model's output is not finite", 0)
 
     # --- out of memory --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE
+from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
@@ -253,7 +253,7 @@ def test_a_sequence_with_unusable_parameters_fails_alone(tiny: Path) -> None:
     for _ in range(2):
         lazy, arrays = driver.launch([Row(bad), Row(good)])
         driver.wait(lazy)
-        assert arrays["status"][:2].tolist() == [STATUS_BAD_TOKEN, 0]
+        assert arrays["status"][:2].tolist() == [STATUS_BAD_PARAMS, 0]
         assert arrays["num_tokens"][:2].tolist() == [0, 1]
 
 

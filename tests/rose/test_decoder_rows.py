@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK, StepPlan
+from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK, StepPlan
 from ipc.types import SamplingParams
 from rose.models.config import ModelError
 from rose.runner import OutOfMemory
@@ -82,14 +82,22 @@ def test_a_non_finite_row_fails_alone_and_leaves_nothing(model: Model, tmp_path:
     driver.close()
 
 
-def test_parameters_that_cannot_be_honoured_fail_their_row_alone(model: Model, driver: Driver) -> None:
+def test_parameters_that_cannot_be_honoured_fail_their_row_alone(
+    model: Model, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells why, without what was asked for."""
     bad = Seq(prompt(9), SamplingParams(temperature=0.0, logit_bias={VOCAB_SIZE: 1.0}))
     worse = Seq(prompt(9), SamplingParams(temperature=0.0, grammar="start: <|no_such_token|>"))
     good = Seq(prompt(9))
     rows = [Row(seq, 9, KIND_PREFILL) for seq in (bad, good, worse)]
     lazy, arrays = driver.launch(rows, admit=[bad, good, worse])
     driver.wait(lazy)
-    assert arrays["status"][:3].tolist() == [STATUS_BAD_TOKEN, STATUS_OK, STATUS_BAD_TOKEN]
+    assert arrays["status"][:3].tolist() == [STATUS_BAD_PARAMS, STATUS_OK, STATUS_BAD_PARAMS]
+    assert [record.getMessage() for record in caplog.records] == [
+        "slot 0, by step 1: logit_bias names token 320; the model's vocabulary has 320",
+        "slot 2, by step 1: at 1(8): unknown special token: …; following special tokens are available: "
+        "⟦≺EOS≻‧<|endoftext|>⟧",
+    ]
     again = Seq(prompt(9))
     driver.run([Row(again, 9, KIND_PREFILL)], release=[bad], admit=[again])
     assert again.slot == bad.slot

@@ -25,7 +25,7 @@ from scheduler.planner import Reply
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request
 from scheduler.stats import Stats
-from tests.fakes.stateful_rank import POISON_SEED, StatefulRank, mark, prompt_logprob, reference
+from tests.fakes.stateful_rank import POISON_SEED, UNUSABLE_SEED, StatefulRank, mark, prompt_logprob, reference
 
 BAD_TOKEN = 200
 FACTS = ModelFacts(
@@ -73,7 +73,7 @@ class Client:
             return
         tokens, end = reference(self.prompt, self.params, self.facts)
         assert self.tokens == tokens[: len(self.tokens)]
-        if self.params.seed == POISON_SEED:
+        if self.params.seed in (POISON_SEED, UNUSABLE_SEED):
             assert not self.tokens
             assert self.end not in ("stop", "length")
         elif self.end in ("stop", "length"):

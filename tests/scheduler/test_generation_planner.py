@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ipc.step import KIND_DECODE, KIND_PREFILL, STATUS_BAD_TOKEN, StepFailed, StepResult
+from ipc.step import KIND_DECODE, KIND_PREFILL, StepFailed, StepResult
 from ipc.submit import Rejected, TokenDelta
 from ipc.types import SamplingParams
 from scheduler.planner import RANKS_AWAY
+from tests.fakes.stateful_rank import UNUSABLE_SEED
 from tests.scheduler.generation_sim import FACTS, GenerationSim
 
 Make = Callable[..., GenerationSim]
@@ -344,21 +345,16 @@ def test_a_canary_without_a_finite_token_is_counted(make: Make) -> None:
     assert (sim.stats.num_bad_canaries, sim.stats.last_forward) == (1, None)
 
 
-@pytest.mark.parametrize(("grammar", "named"), [(None, "sampling parameters"), ("start: /a/", "structured output")])
+@pytest.mark.parametrize(("grammar", "named"), [(None, "the sampling parameters"), ("start: /a/", "the grammar")])
 def test_what_ranks_cannot_follow_is_not_called_a_bad_token(make: Make, grammar: str | None, named: str) -> None:
     sim = make()
-    sim.add([1, 2, 3], SamplingParams(max_tokens=4, seed=1, grammar=grammar))
-    plan = sim.plan()
-    assert plan is not None
-    assert sim.ring is not None
-    sim.run_rank()
-    sim.ring.slot(plan.slot)["status"][0] = STATUS_BAD_TOKEN
-    sim.deliver()
-    last = sim.clients[0].last
-    assert isinstance(last, Rejected)
-    assert (last.code, last.index) == ("invalid", None)
-    assert named in last.message
+    sim.add([1, 2, 3], SamplingParams(max_tokens=4, seed=UNUSABLE_SEED, grammar=grammar))
+    add_many(sim, 1)
     sim.drain()
+    refused = message_of(sim, 0)
+    assert (refused.code, refused.index) == ("invalid", None)
+    assert named in refused.message
+    assert sim.clients[1].end == "length"
 
 
 def test_idle_steps_when_the_ranks_have_a_use_for_them(make: Make) -> None:
