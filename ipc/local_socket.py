@@ -2,7 +2,8 @@
 
 No thread stands between the caller and the kernel, so a message costs one wake-up instead of ZeroMQ's three. The
 rules are those of ipc.sockets. The first message of a connection is the DEALER's identity. What waits for a peer goes
-with its connection; what a peer said before its end is still heard.
+with its connection; what a peer said before its end is still heard. Nothing is sent or taken but by the calls of
+the owner, who waits on `fileno` between them. A forked child must leave both alone: it shares their epoll.
 """
 
 import contextlib

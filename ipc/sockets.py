@@ -2,7 +2,8 @@
 
 On one host (`ipc://path`) messages go over Unix sockets (ipc.local_socket), between hosts (`tcp://host:port`) over
 ZeroMQ (ipc.tcp_socket). Rules kept by both: no message is dropped in silence (a full or vanished peer is an
-exception), an endpoint in use is refused instead of stolen, nothing lingers at exit, every queue is bounded.
+exception, the end of a connection is told), an endpoint in use is refused instead of stolen, peers are heard in turn,
+nothing lingers at exit, every queue is bounded.
 """
 
 import asyncio

@@ -226,16 +226,16 @@ def test_a_router_without_descriptors_goes_on_when_there_are_some(
 
 
 @pytest.mark.parametrize("spin_us", [0, 2000])
-def test_the_loop_sleeps_when_nothing_comes(run: Run, context: Context, endpoint: str, spin_us: int) -> None:
+def test_the_loop_sleeps_when_nothing_comes(run: Run, context: Context, local_endpoint: str, spin_us: int) -> None:
     """Also after queues were full, and after it has spun."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         got: list[bytes] = []
         server = EventSocket(
-            router(context, endpoint), lambda frames: got.append(frames[1]), loop, None, spin_us=spin_us
+            router(context, local_endpoint), lambda frames: got.append(frames[1]), loop, None, spin_us=spin_us
         )
-        client = EventSocket(dealer(context, endpoint, b"me"), lambda frames: None, loop, None, spin_us)
+        client = EventSocket(dealer(context, local_endpoint, b"me"), lambda frames: None, loop, None, spin_us)
         await eventually(lambda: sent(client, [b"0"]))
         count = 1
         for _ in range(20):
@@ -243,13 +243,12 @@ def test_the_loop_sleeps_when_nothing_comes(run: Run, context: Context, endpoint
                 count += 1
             count += 1
             await asyncio.sleep(0)
-        await asyncio.sleep(0.1)
         heard = -1
         while heard != len(got):
             heard = len(got)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         cpu = time.process_time()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.2)
         assert time.process_time() - cpu < 0.1
         client.close()
         server.close()

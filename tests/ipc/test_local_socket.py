@@ -52,7 +52,7 @@ def message(*frames: bytes) -> bytes:
 
 def all_of(router: LocalRouter) -> list[list[bytes]]:
     got = []
-    while router.poll(50):
+    while router.poll(20):
         got.append(receive(router))
     return got
 
@@ -180,7 +180,7 @@ def test_the_last_with_an_identity_has_it_and_its_former_words_come_first(router
 
 def test_descriptors_used_again_within_one_look(router: LocalRouter, path: Path) -> None:
     """Events of a connection that is dropped meanwhile belong to nobody, nor to the next with its descriptor."""
-    for turn in range(20):
+    for turn in range(4):
         with dealer(path, b"a") as first, dealer(path, b"b") as other:
             first.send([b"1"])
             other.send([b"1"])

@@ -90,7 +90,7 @@ def read_to_the_end(stream: MessageStream) -> None:
     raise AssertionError("reading does not end")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(sent=messages, cuts=st.lists(st.integers(1, 70_000), min_size=1))
 def test_messages_cut_anywhere_come_out_whole(sent: Messages, cuts: list[int]) -> None:
     data, got = b"".join(map(encoded, sent)), []
@@ -106,7 +106,7 @@ def test_messages_cut_anywhere_come_out_whole(sent: Messages, cuts: list[int]) -
         assert got + taken(stream) == sent
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(sent=messages, buffer_bytes=st.sampled_from([1, 5000, 30_000]))
 def test_a_kernel_short_of_memory_takes_messages_in_parts(sent: Messages, buffer_bytes: int) -> None:
     with pair(buffer_bytes) as ends:
@@ -121,7 +121,7 @@ def test_a_kernel_short_of_memory_takes_messages_in_parts(sent: Messages, buffer
         assert ends.epolls[0].poll(0) == ends.epolls[1].poll(0) == []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     sent=st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=3), max_size=3),
     garbage=st.binary(max_size=300),
