@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.errors import GatewayError, InternalError, NotReady, SlowRequest
-from gateway.generate_job import ChoiceInput, Generation, Keeping
+from gateway.generate_job import MAX_TAKEN, ChoiceInput, Generation, Keeping
 from gateway.job import AbortReason, Chunk
 from ipc.submit import TokenDelta
 from ipc.types import SamplingParams, Timings
@@ -46,6 +46,43 @@ async def test_news_are_taken_once_and_in_order() -> None:
     assert not waiting.done()
     generation.wake()
     assert await waiting == {}
+
+
+async def test_much_at_once_is_taken_in_parts_and_others_get_their_turns() -> None:
+    """Two choices of 2000 tokens with a logprob each; one is lost, the other ended, when a part of them was taken."""
+    generation, _ = make(4, max_tokens=20_000)
+    for token in range(2000):
+        for chunk in generation.chunks:
+            generation.tokens(chunk, delta(token))
+    num_turns = 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    found: dict[int, list[int]] = {i: [] for i in range(4)}
+    num_parts = 0
+    while any(len(tokens) < 2000 for i, tokens in found.items() if i > 1):
+        news = await generation.news()
+        weight = sum(2 * len(item.deltas) for item in news.values())
+        assert 0 < weight <= MAX_TAKEN + 2
+        for i, item in news.items():
+            found[i] += [token for each in item.deltas for token in each.tokens]
+        num_parts += 1
+        if num_parts == 2:
+            generation.end(1)
+            assert generation.may_restart(generation.chunks[0])
+    task.cancel()
+    assert num_parts >= 2 * 4000 // MAX_TAKEN
+    assert num_turns >= num_parts - 1
+    assert found[2] == found[3] == list(range(2000))
+    assert len(found[0]) == len(found[1]) == MAX_TAKEN // 2
+    for chunk in generation.chunks[2:]:
+        generation.tokens(chunk, delta(*range(5000)))  # 20,000 in all: nothing is kept any more
+    assert list(await generation.news()) == [2]
 
 
 async def test_a_lost_choice_forgets_what_is_not_taken() -> None:
