@@ -34,7 +34,7 @@ from rose.slots import RowInputs, Slots
 class Residents:
     """State of `facts.max_num_seqs` slots; `facts.num_blocks` is the dummy block.
 
-    `tokenizer` is the model's tokenizer.json, read when the first grammar comes.
+    `tokenizer` is the model's tokenizer.json, read when the first grammar comes: in the warm-up.
     """
 
     def __init__(self, facts: ModelFacts, device: torch.device, tokenizer: Path) -> None:

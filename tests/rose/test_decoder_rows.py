@@ -348,6 +348,26 @@ def test_output_follows_its_grammar(model: Model, driver: Driver) -> None:
     assert free.tokens == model.greedy(prompt(12), 1)
 
 
+def test_loading_reads_the_tokenizer(tmp_path: Path) -> None:
+    """It takes a while, in which every stream would wait."""
+    driver = Driver(write_llama(tmp_path, tokenizer=True))
+    (tmp_path / "tokenizer.json").unlink()
+    seq = Seq(prompt(9), SamplingParams(temperature=0.0, grammar="start: /[xyz]{3}/"))
+    assert set(generate(driver, seq, 3)) <= {token_of(letter) for letter in "xyz"}
+    driver.close()
+
+
+def token_of(letter: str) -> int:
+    return len(SPECIALS) + ord(letter)
+
+
+def test_a_model_without_a_tokenizer_can_do_without_grammars(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(write_llama(tmp_path))
+    assert "cannot be used for structured output" in caplog.text
+    assert len(generate(driver, Seq(prompt(9)), 3)) == 3
+    driver.close()
+
+
 # --- limits -------------------------------------------------------------------------------------------------
 
 
