@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.chat_template import Segment, prompt_ids
-from gateway.encode import check_ids
+from gateway.encode import bad_id
 from gateway.errors import InvalidRequest
 from gateway.generate_answer import AnswerForm
 from gateway.generate_job import ChoiceInput
@@ -59,7 +59,8 @@ def _prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[
                 raise InvalidRequest(f"{name} has no tokens; give some text", param=name)
             prompts.append(Prompt(ids, given))
         else:
-            check_ids(prompt_name(task, i), given, facts)
+            if max(given) >= facts.vocab_size:
+                raise bad_id(prompt_name(task, i), given, facts)
             prompts.append(Prompt(given))
     return prompts
 

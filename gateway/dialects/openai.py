@@ -2,6 +2,7 @@
 
 from binascii import b2a_base64
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +21,8 @@ FORMATS: dict[str, VectorDType] = {
     "base64_binary": "binary",  # one bit a dimension
 }
 UNSUPPORTED = ("input_type", "late_chunking", "truncate_prompt_tokens", "output_dtype", "embedding_type")
+_unsupported = attrgetter(*UNSUPPORTED)
+_NONE_GIVEN = (UNSET,) * len(UNSUPPORTED)
 
 
 class EmbeddingsBody(Struct):
@@ -43,7 +46,8 @@ _decoder = msgspec.json.Decoder(EmbeddingsBody)
 def parse_embeddings(body: bytes) -> EmbedTask:
     """Raises InvalidRequest."""
     fields = decode(_decoder, body)
-    refuse_unsupported(fields, UNSUPPORTED)
+    if _unsupported(fields) != _NONE_GIVEN:
+        refuse_unsupported(fields, UNSUPPORTED)
     format = "float" if fields.encoding_format is None else fields.encoding_format
     if format not in FORMATS:
         text = f"encoding_format is {format[:50]!r}; it may be {', '.join(FORMATS)}"
