@@ -52,8 +52,9 @@ class Prefills:
             return 0
         missing = self._residents.num_blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         if not self._memory.reserve(self._tables, sequence, missing, self._alone):
-            self._memory.preempt(sequence)  # it is the last of all: what it holds serves the others
-            return 0
+            if sequence is self._residents.running[-1]:
+                self._memory.preempt(sequence)  # what it holds serves the others
+            return 0  # those behind it have rows in this step; in the next they yield
         return self._add(sequence, count)
 
     def admit(self, sequence: Sequence, max_tokens: int) -> int:

@@ -133,6 +133,20 @@ def test_bulk_that_had_nothing_for_its_wait_goes_first(make: Make) -> None:
     assert sum(0 in content for content in sim.contents) == 1
 
 
+def test_interactive_work_does_not_yield_to_bulk_in_a_step_that_is_bulk_s_own(make: Make) -> None:
+    sim = make({"bulk_wait_ms": 0, "prefix_cache": False}, num_blocks=8, max_num_batched_tokens=64)
+    add_many(sim, 1, length=100)
+    sim.plan()
+    add_many(sim, 1, length=40, priority="bulk")
+    sim.plan()
+    assert [set(content) for content in sim.contents] == [{0}, {1}]  # the rest of its prompt lacks a block
+    sim.drain()
+    prefilled = [content[0][1] for content in sim.contents if content.get(0, (KIND_DECODE, 0))[0] == KIND_PREFILL]
+    assert prefilled == [64, 36]
+    assert sim.stats.generation is not None
+    assert sim.stats.generation.num_preemptions == 1
+
+
 def test_interactive_work_displaces_bulk_from_slots_but_for_its_share(make: Make) -> None:
     sim = make({"bulk_share": 0.34}, num_blocks=100)
     bulk = add_many(sim, 6, max_tokens=100, priority="bulk")
