@@ -10,6 +10,7 @@ from scheduler.llm.blocks import BlockPool
 from scheduler.llm.sequence import Sequence
 
 DIGEST_BYTES = 16
+SHARED_TOKENS = 64  # so many are worth waiting for while they are computed for somebody else
 
 
 def find_hits(sequence: Sequence, blocks: BlockPool, block_size: int) -> list[int]:
@@ -28,6 +29,13 @@ def register(sequence: Sequence, blocks: BlockPool, block_size: int, num_tokens:
     for index in range(sequence.num_registered, num_tokens // block_size):
         blocks.register(sequence.blocks[index], _digest(sequence, index, block_size))
         sequence.num_registered = index + 1
+
+
+def next_name(sequence: Sequence, num_blocks: int, end: int, block_size: int) -> bytes | None:
+    """What the SHARED_TOKENS behind its first `num_blocks` are called, with all before them; None if `end` is before
+    their end."""
+    index = num_blocks + max(SHARED_TOKENS // block_size, 1) - 1
+    return _digest(sequence, index, block_size) if (index + 1) * block_size <= end else None
 
 
 def _digest(sequence: Sequence, index: int, block_size: int) -> bytes:
