@@ -167,14 +167,14 @@ def measure(only: str, left: Callable[[], float]) -> list[dict[str, Any]]:
         for name, run in variants(point):
             record = attempt({"case": point.name, "variant": name}, lambda r=run, d=data: r(d))  # type: ignore[misc]
             records.append(record | {"point": tuple(point)})
-        best = sorted((r for r in records if r["case"] == point.name and _is_right(r)), key=lambda r: r["us"])
+        best = sorted((r for r in records if r["case"] == point.name and is_right(r)), key=lambda r: r["us"])
         print(
             f"{point.name:36s} floor {point.floor_us:6.1f}  "
             + "; ".join(f"{r['variant']} {r['us']:.1f}" for r in best[:5]),
             flush=True,
         )
         for record in records:
-            if record["case"] == point.name and not _is_right(record):
+            if record["case"] == point.name and not is_right(record):
                 print(f"   {record['variant']}: {record.get('error', record.get('error_vs_fp32'))}", flush=True)
         del data
         torch.cuda.empty_cache()
@@ -185,7 +185,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     """A line a point: our default, the other backend, our best launch."""
     lines = []
     for case in dict.fromkeys(record["case"] for record in records):
-        right = {r["variant"]: r["us"] for r in records if r["case"] == case and _is_right(r)}
+        right = {r["variant"]: r["us"] for r in records if r["case"] == case and is_right(r)}
         ours = {name: us for name, us in right.items() if name.startswith("triton")}
         if ours:
             best = min(ours, key=lambda name: ours[name])
@@ -200,5 +200,5 @@ def _named(splits: Splits) -> str:
     return "triton " + "/".join(map(str, splits))
 
 
-def _is_right(record: dict[str, Any]) -> bool:
+def is_right(record: dict[str, Any]) -> bool:
     return record.get("error_vs_fp32", 1.0) < TOLERANCE

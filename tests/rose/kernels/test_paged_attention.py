@@ -88,6 +88,13 @@ def test_one_program_a_row_and_the_default_launch(dtype: torch.dtype) -> None:
     paged.check(paged.decode(2, None), rows=[0, 1, 2])
 
 
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_the_default_launch_of_large_heads(num_queries: int) -> None:
+    """Tiles of 128 keys where heads and queries of a key are few, else of 64."""
+    paged = Paged([num_queries] * 2, [num_queries, 300], (4, 1), 128, DTYPE)
+    paged.check(paged.decode(num_queries, None), rows=[0, 1])
+
+
 def test_other_lengths_under_the_same_launch() -> None:
     """What a captured graph does; an empty row stands for a sequence that pads the batch, and comes out zero."""
     paged = Paged([1] * 4, [60, 61, 62, 90], (2, 1), 32, DTYPE)
