@@ -79,6 +79,7 @@ class Generation:
         self._forget = forget
         self._keeping = keeping
         self._num_kept = 0
+        self._num_kept_of = [0] * len(choices)  # where all of an answer is kept
         self._num_new = 0  # tokens and logprobs in the news
         self._news: dict[int, News] = {}
         self._error: GatewayError | None = None
@@ -168,6 +169,8 @@ class Generation:
             return
         self._num_new += weight
         index = self._index[chunk]
+        if not self._keeping.streams:
+            self._num_kept_of[index] += weight
         news = self._news.get(index)
         if news is None:
             self._news[index] = News([delta])
@@ -193,6 +196,8 @@ class Generation:
             self.failed(NotReady(text, code="replica_lost", retry_after_ms=1000))
             return False
         self._pass_over(index)
+        self._num_kept -= self._num_kept_of[index]
+        self._num_kept_of[index] = 0
         self._news[index] = News([], restarted=True)
         self.wake()
         return True

@@ -125,6 +125,23 @@ async def test_what_is_kept_is_bounded() -> None:
         assert len(carrier.aborted) == 1
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_a_lost_choice_had_counts_no_more(streams: bool) -> None:
+    generation, carrier = make(2, max_tokens=40, streams=streams)
+    first, second = generation.chunks
+    generation.tokens(second, delta(1))
+    for _ in range(5):
+        generation.tokens(first, delta(*range(8)))  # each with a logprob: sixteen
+        await generation.news()
+        generation.tokens(first, delta(1))
+        assert generation.may_restart(first)
+    generation.tokens(first, delta(*range(18)))  # 36, and the second has two
+    assert not carrier.aborted
+    generation.tokens(first, delta(1, 2, 3))
+    with pytest.raises(GatewayError):
+        await generation.news()
+
+
 async def test_answers_of_another_kind_are_an_error_of_ours() -> None:
     generation, carrier = make()
     generation.succeeded(generation.chunks[0], b"", 4, Timings(0, 0))
