@@ -4,6 +4,7 @@ Makes the grammar's text and compiles it once to know that it is right; knows no
 Compiling takes about 1 ms, and 0.3 ms a KiB for large schemas (on one core; other threads go on meanwhile).
 """
 
+import hashlib
 import json
 import re
 import threading
@@ -47,7 +48,7 @@ class Grammars:
         Qwen's `<tool_call>`, is forced as that token, since its letters would be something else to the model."""
         self._added = frozenset(token for token in added_tokens if _NAMED.fullmatch(token))
         self._capacity = capacity
-        self._errors: OrderedDict[str, str] = OrderedDict()  # by grammar; empty for a right one
+        self._errors: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's digest; empty for a right one
         self._lock = threading.Lock()
         self._tokenizer = _byte_tokenizer(self._added)
 
@@ -128,18 +129,19 @@ class Grammars:
         """The grammar `body`, compiled to see that it can be."""
         lines = ["%llguidance {}", *self._thinking(thinking), f"body: {body}", *rules, ""]
         grammar: str = LLMatcher.grammar_from_lark("\n".join(lines))
+        name = hashlib.blake2b(grammar.encode(), digest_size=16).digest()  # grammars themselves are large
         with self._lock:
-            error = self._errors.get(grammar)
+            error = self._errors.get(name)
             if error is not None:
-                self._errors.move_to_end(grammar)
+                self._errors.move_to_end(name)
         if error is None:
-            error = self._compile(grammar)
+            error = _shorten(self._compile(grammar))
             with self._lock:
-                self._errors[grammar] = error
+                self._errors[name] = error
                 if len(self._errors) > self._capacity:
                     self._errors.popitem(last=False)
         if error:
-            raise InvalidRequest(f"{param} cannot be enforced: {_shorten(error)}", param=param)
+            raise InvalidRequest(f"{param} cannot be enforced: {error}", param=param)
         return grammar
 
     def _compile(self, grammar: str) -> str:

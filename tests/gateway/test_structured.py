@@ -374,6 +374,8 @@ def test_what_was_compiled_is_remembered_and_bounded(monkeypatch: pytest.MonkeyP
     messages = {refusal(grammars.of_schema, bad, "p").message for _ in range(3)}
     assert len(messages) == 1
     assert len(compiled) == 5
+    grammars.of_choice(["long" * 10_000], "p")
+    assert sum(len(name) + len(error) for name, error in grammars._errors.items()) < 500
 
 
 def test_what_takes_long_to_compile_is_refused_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
