@@ -25,6 +25,8 @@ from rose.batch import Int32s
 from rose.generate_batch import GenerateRows, spans
 from rose.grammar_rows import GrammarRows
 from rose.host_slots import HostSlots, Occupant
+from rose.lazy_tensor import as_step_error
+from rose.runner import OutOfMemory
 from rose.sampling.grammar import Grammars
 from rose.sampling.params import UnusableParams
 from rose.sampling.sampler import Sampler
@@ -77,12 +79,20 @@ class Residents:
         for occupant, line in zip(newcomers, table, strict=True):
             begin = line[ADMIT_INPUT_OFFSET]
             self.grammars.enter(occupant, ids[begin : begin + line[ADMIT_NUM_COMPUTED]])
-            try:
-                self.sampler.admit(*occupant)
-            except UnusableParams as error:
-                self.host.fail(occupant.slot, error)
+            self._admit_to_sampling(occupant)
         if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
             self._observe(self.tensor(table[:, ADMIT_SLOT])[hits.rows], hits.offsets)
+
+    def _admit_to_sampling(self, occupant: Occupant) -> None:
+        try:
+            self.sampler.admit(*occupant)
+        except UnusableParams as error:
+            self.host.fail(occupant.slot, error)
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(as_step_error(error), OutOfMemory):
+                raise
+            # the tables of a plan must hold: this sequence alone can do without them
+            self.host.fail(occupant.slot, UnusableParams(f"no memory to count tokens for penalties: {error}"))
 
     # --- the rows of a plan ---------------------------------------------------------------------------------
 

@@ -185,6 +185,24 @@ def test_out_of_memory_behind_the_forward_pass_is_undone(
     assert other.tokens[12:] == expected[: len(other.tokens) - 12]
 
 
+def test_out_of_memory_for_penalties_fails_a_sequence_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tables of a plan, which must hold whatever happens."""
+    driver = Driver(model.directory)
+    bad, good = Seq(prompt(9), PENALISED), Seq(prompt(12, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner._decoder._decoder._residents.sampler.state, "_allocate", no_memory)
+        rows = [Row(bad, 9, KIND_PREFILL), Row(good, 12, KIND_PREFILL)]
+        lazy, arrays = driver.launch(rows, admit=[bad, good])
+        driver.wait(lazy)
+    assert arrays["status"][:2].tolist() == [STATUS_BAD_PARAMS, STATUS_OK]
+    good.tokens.append(int(arrays["tokens"][1, 0]))
+    driver.decode([good], 3)
+    assert good.tokens == model.greedy(prompt(12, 1), 4)
+    again = Seq(prompt(9), PENALISED)
+    driver.run([Row(again, 9, KIND_PREFILL)], release=[bad], admit=[again])
+    driver.close()
+
+
 def no_memory(*_: object, **__: object) -> None:
     raise MemoryError
 
