@@ -1,8 +1,9 @@
 """An answer that is sent while it is made, as server-sent events. Knows HTTP, and nothing of what the events say.
 
-The answer begins with the first event: until then an error is an answer of its own, with its status. From then on the
-status is 200 and an error is the last event. A client that reads slowly holds up its own stream only: no more than
-aiohttp's and the transport's buffers (about 128 KiB) are kept for it here.
+The answer begins with the first event, or with the first keep-alive comment where that takes long: until then an error
+is an answer of its own, with its status. From then on the status is 200 and an error is the last event. A client that
+reads slowly holds up its own stream only: no more than aiohttp's and the transport's buffers (about 128 KiB) are kept
+for it here.
 """
 
 import asyncio
