@@ -35,7 +35,7 @@ class _Weight(NamedTuple):
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
     """Raises InvalidRequest."""
-    _check_depth(schema, param)
+    check_depth(schema, param)
     num_bytes = len(json.dumps(schema))
     if num_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} can be given", param=param)
@@ -54,8 +54,9 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         raise InvalidRequest(text, param=param)
 
 
-def _check_depth(schema: dict[str, Any], param: str) -> None:
-    depth, level = 0, list[Any]([schema])
+def check_depth(value: Any, param: str) -> None:
+    """Of any object or array, for compilers and templates. Raises InvalidRequest."""
+    depth, level = 0, list[Any]([value])
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:

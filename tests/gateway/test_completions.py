@@ -50,6 +50,12 @@ async def test_completes_a_string(chat_stack: Stack) -> None:
     assert chat_stack.schedulers["chat/0"].sequences == [ids("hello the")]
 
 
+async def test_an_empty_prompt_is_not_said_to_be_optional(chat_stack: Stack) -> None:
+    for prompt, told in (("", "prompt is an empty string; put some text in"), (["a", ""], "prompt[1] is an empty str")):
+        status, body = await complete(chat_stack, prompt)
+        assert (status, body["error"]["message"].startswith(told)) == (400, True), body
+
+
 async def test_streams_the_same(chat_stack: Stack) -> None:
     _, body = await complete(chat_stack, "hello the", max_tokens=12)
     found = await events(chat_stack, prompt="hello the", max_tokens=12, stream_options={"include_usage": True})
