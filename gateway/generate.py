@@ -99,7 +99,8 @@ def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:
     check_tokens(num_tokens, gateway.config)
     gateway.metrics.prompt_tokens += num_tokens
     salt = gateway.config.cache_salt if task.cache_salt is None else task.cache_salt
-    inputs = choice_inputs(task, prompts, call.facts, salt)
+    assert call.model.generator is not None, "check_model has seen it"
+    inputs = choice_inputs(task, prompts, call.model.generator.defaults, call.facts, salt)
     keeping = Keeping(gateway.config.max_unsent_tokens, task.stream)
     return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline, keeping)
 

@@ -80,12 +80,14 @@ class GenerateTask(Struct, frozen=True):
     """`n` generations for every one of `prompts`, or for `chat`. Choice i is of prompt i // n.
 
     `sampling` is what the ranks are asked for; max_tokens and the seed in it are set when the prompt's length is known:
-    `max_tokens`, or what is left of the context, but then no more than `usual_max_tokens`.
+    `max_tokens`, or what is left of the context, but then no more than `usual_max_tokens`. `left_open` are the names of
+    its fields that are the model's to say.
     """
 
     model: str
     prompts: list[Text]
     sampling: SamplingParams
+    left_open: frozenset[str] = frozenset()
     chat: ChatPrompt | None = None
     n: int = 1
     max_tokens: int | None = None

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from gateway.dialects.fields import TokenId
 from gateway.dialects.openai_structure import StructureBody
 from gateway.errors import InvalidRequest
+from gateway.generation_defaults import WITH_DEFAULTS
 from gateway.tasks import Usage
 from ipc.types import SamplingParams
 
@@ -77,6 +78,10 @@ def read_sampling(fields: SamplingBody, logprobs: int | None, prompt_logprobs: i
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
     )
+
+
+def read_left_open(fields: SamplingBody) -> frozenset[str]:
+    return frozenset(name for name in WITH_DEFAULTS if getattr(fields, name) is None)
 
 
 def read_stop(fields: SamplingBody) -> list[str]:
