@@ -163,13 +163,15 @@ Outcome = EmbedOutcome | ScoreOutcome
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
-class TopToken(Struct, frozen=True):
+class TopToken(Struct, frozen=True, gc=False):
+    """Untracked, as is what holds it: a large answer has a million, and a collection would stop everybody for them."""
+
     text: str
     bytes: bytes
     logprob: float
 
 
-class TokenInfo(Struct, frozen=True):
+class TokenInfo(Struct, frozen=True, gc=False):
     """One token and how likely it was; a prompt's first has no likelihood. `offset` is where it begins in the text."""
 
     text: str
