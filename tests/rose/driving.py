@@ -1,4 +1,4 @@
-"""Drives an EncoderRunner in this process: sequences in, vectors or scores out."""
+"""Drives an encoder's runner in this process: sequences in, vectors or scores out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,8 @@ from ipc.step import ROW_DIMENSIONS, ROW_DTYPE, ROW_NORMALIZE, ROW_OUTPUT_OFFSET
 from ipc.step_ring import Arrays, encode_layout, local_slots
 from rose.batch import write_plain_rows
 from rose.config import RankConfig
-from rose.encoder_runner import EncoderRunner
+from rose.encoder_loader import EncoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 
 COLUMNS = {
@@ -28,7 +29,8 @@ class Driver:
     """One runner and its slots. Steps may overlap: `launch` twice, then `wait`."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        self.runner = EncoderRunner("test", directory, RankConfig(**{"device": "cpu", "num_threads": 1} | settings))
+        config = RankConfig(**{"device": "cpu", "num_threads": 1} | settings)
+        self.runner = ModelRunner(EncoderLoader("test", directory, config))
         self.runner.load()
         self.facts = self.runner.facts
         self.slots = local_slots(encode_layout(self.facts))

@@ -106,7 +106,7 @@ def test_parameters_that_cannot_be_honoured_fail_their_row_alone(
 
 def fail_once(driver: Driver, monkeypatch: pytest.MonkeyPatch, error: BaseException, layer: int = 1) -> None:
     """The next forward pass ends in its second layer."""
-    attention = driver.runner._decoder._decoder._attention
+    attention = driver.runner.device._decoder._attention
     paged = type(attention).paged
 
     def failing(self: Any, rows: Any, caches: Any) -> Any:
@@ -168,7 +168,7 @@ def test_out_of_memory_behind_the_forward_pass_is_undone(
     def try_twice(first: int, second: int, admit: list[Seq]) -> None:
         num_computed = back.num_computed
         with monkeypatch.context() as patch:
-            patch.setattr(driver.runner._decoder._decoder._residents.sampler._ops, place, no_memory)
+            patch.setattr(driver.runner.device._decoder._residents.sampler._ops, place, no_memory)
             lazy, _ = driver.launch([Row(back, first, KIND_PREFILL), Row(other)], admit=admit)
             driver.runner.drain()
             with pytest.raises(OutOfMemory):
@@ -190,7 +190,7 @@ def test_out_of_memory_for_penalties_fails_a_sequence_alone(model: Model, monkey
     driver = Driver(model.directory)
     bad, good = Seq(prompt(9), PENALISED), Seq(prompt(12, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._decoder._decoder._residents.sampler.state, "_allocate", no_memory)
+        patch.setattr(driver.runner.device._decoder._residents.sampler.state, "_allocate", no_memory)
         rows = [Row(bad, 9, KIND_PREFILL), Row(good, 12, KIND_PREFILL)]
         lazy, arrays = driver.launch(rows, admit=[bad, good])
         driver.wait(lazy)
@@ -236,7 +236,7 @@ def test_an_idle_step_does_nothing(model: Model, driver: Driver) -> None:
 
 
 def test_a_plan_of_another_kind_is_a_fault(driver: Driver) -> None:
-    with pytest.raises(AssertionError, match="a decoder was sent a encode step"):
+    with pytest.raises(AssertionError, match="sent a step to encode, this model's generate"):
         driver.runner.step(StepPlan(epoch=1, step=1, slot=0, kind="encode"), driver.rings[0])
 
 

@@ -13,7 +13,8 @@ from ipc.step_ring import generate_layout, local_slots
 from ipc.submit import Submit, TokenChunk
 from ipc.types import SamplingParams
 from rose.config import RankConfig
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 from scheduler.config import SchedulerConfig
 from scheduler.llm.planner import GeneratePlanner
@@ -27,11 +28,11 @@ Jobs = list[tuple[list[int], SamplingParams]]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     directory = write_llama(tmp_path_factory.mktemp("model"), tokenizer=True)
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 112}
     config = RankConfig(device="cpu", dtype="float32", num_threads=1, kv_cache_bytes=200_000, **limits)
-    made = DecoderRunner("tiny", directory, config)
+    made = ModelRunner(DecoderLoader("tiny", directory, config))
     made.load()
     yield made
     made.close()
@@ -40,7 +41,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]:
 class Replica:
     """A planner and a runner in one process, two steps in flight."""
 
-    def __init__(self, runner: DecoderRunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         runner.attach(None)
         self.runner = runner
         self.stats = Stats("tiny/0")
@@ -85,7 +86,7 @@ class Replica:
                 self.tokens.setdefault(delta.chunk_id, []).extend(delta.tokens)
 
 
-def test_company_cache_and_preemption_change_no_token(runner: DecoderRunner) -> None:
+def test_company_cache_and_preemption_change_no_token(runner: ModelRunner) -> None:
     draw = random.Random(3)
     base = [draw.randrange(5, runner.facts.vocab_size) for _ in range(60)]
     jobs: Jobs = []
