@@ -21,7 +21,8 @@ from ipc.step import StepPlan
 from ipc.step_ring import StepRing, encode_layout
 from rose.batch import write_plain_rows
 from rose.config import RankConfig
-from rose.encoder_runner import EncoderRunner
+from rose.encoder_loader import EncoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 
 CHUNK_TOKENS = 16_384  # gateway.max_chunk_tokens
@@ -32,7 +33,8 @@ class Steps:
     """A loaded runner and a ring of slots, driven as fast as it goes."""
 
     def __init__(self, name: str, directory: Path, device: str) -> None:
-        self.runner = EncoderRunner(name, directory, RankConfig(device=device, max_model_len=8192, task=TASKS[name]))
+        config = RankConfig(device=device, max_model_len=8192, task=TASKS[name])
+        self.runner = ModelRunner(EncoderLoader(name, directory, config))
         self.facts = self.runner.load()
         self.ring = StepRing.create(encode_layout(self.facts))
         self.runner.attach(self.ring)

@@ -27,7 +27,7 @@ class Answer(web.StreamResponse):
         """Waits while the client has too much unread. Raises ConnectionError when it is gone."""
         request, headers = self._request, self.headers
         assert request is not None, "prepare() comes first"
-        major, minor = request.version
+        writer, (major, minor) = request.writer, request.version
         if self._keep_alive is None:
             self._keep_alive = request.keep_alive
         headers["Content-Length"] = str(len(self._answer))
@@ -35,8 +35,8 @@ class Answer(web.StreamResponse):
         headers["Server"] = SERVER_SOFTWARE
         if self._keep_alive != (minor == 1):  # otherwise than the version says by itself
             headers["Connection"] = "keep-alive" if self._keep_alive else "close"
-        await request.writer.write_headers(f"HTTP/{major}.{minor} {self.status} {self.reason}", headers)
-        await request.writer.write_eof(b"" if request.method == METH_HEAD else self._answer)
+        await writer.write_headers(f"HTTP/{major}.{minor} {self._status} {self._reason}", headers)
+        await writer.write_eof(b"" if request.method == METH_HEAD else self._answer)
 
 
 def error_answer(error: GatewayError) -> Answer:

@@ -42,7 +42,8 @@ async def serve(
     the watcher of replicas.json.
     """
     with bind(config.host, config.port) as listener:
-        served = {name: load_model(name, directory) for name, directory in models.items()}
+        own = config.generation_defaults
+        served = {name: load_model(name, path, generation_defaults=own) for name, path in models.items()}
         async with running_gateway(config, served, run_dir, index, log) as gateway:
             server = HttpServer(Front(gateway, ROUTES, log), config)
             try:

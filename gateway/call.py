@@ -23,7 +23,8 @@ class Call(Struct):
         """JSON, and where the time went."""
         if self.timings is None:
             return JSON_HEADERS
-        return JSON_HEADERS | {
+        return {
+            "Content-Type": "application/json",
             "X-Tokenize-Ms": f"{self.tokenize_ms:.2f}",
             "X-Queue-Ms": f"{self.timings.queue_ms:.2f}",
             "X-Compute-Ms": f"{self.timings.compute_ms:.2f}",

@@ -144,7 +144,9 @@ class ChatTemplate:
 
 def prompt_ids(tokenizer: TextTokenizer, segments: Sequence[Segment]) -> list[int]:
     """Token ids of a prompt in pieces."""
-    texts = iter(tokenizer.encode([segment.text for segment in segments if not segment.special]))
+    first = [segment.text for segment in segments[:1] if not segment.special]
+    others = [segment.text for segment in segments[1:] if not segment.special]
+    texts = iter(tokenizer.encode(first) + tokenizer.encode_inner(others))
     ids: list[int] = []
     for segment in segments:
         ids += tokenizer.special_ids(segment.text) if segment.special else next(texts)

@@ -21,6 +21,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     spin_us: int = 0  # stay awake so long after a message from a scheduler: needs a core of its own
     generation_timeout_ms: int = 600_000  # as timeout_ms, for completions and chat
     keep_alive_ms: int = 15_000  # a stream that has nothing to say for so long sends a comment
+    generation_defaults: bool = True  # what a request leaves open is as the model's generation_config.json has it
     max_choices: int = 128  # generations in one request: its prompts times n
     max_stop_strings: int = 16
     max_unsent_tokens: int = 1_000_000  # generated for one request and not sent yet; each of their logprobs counts

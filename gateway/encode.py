@@ -49,7 +49,8 @@ def _encode_both_sides(task: ScoreTask, model: ServedModel, facts: ModelFacts) -
 def _encode_joined(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:
     field, limit = task.fields[2], token_limit(model, facts)
     for i, ids in enumerate(task.joined):
-        check_ids(place(field, i), ids, facts)
+        if max(ids) >= facts.vocab_size:
+            raise bad_id(place(field, i), ids, facts)
         _check_length(place(field, i), len(ids), limit, "shorten it")
     if not model.uses_token_types:
         return Encoded(task.joined)
@@ -149,17 +150,17 @@ def _bare(field: str, inputs: list[Text], cut: int | None, model: ServedModel, f
         if isinstance(given, str):
             result.append(next(encoded))
         else:
-            check_ids(place(field, i), given, facts)
+            if max(given) >= facts.vocab_size:
+                raise bad_id(place(field, i), given, facts)
             result.append(given)
     return result
 
 
-def check_ids(name: str, ids: list[int], facts: ModelFacts) -> None:
-    """Raises InvalidRequest for an id beyond the vocabulary."""
-    if max(ids) >= facts.vocab_size:
-        at = next(i for i, token in enumerate(ids) if token >= facts.vocab_size)
-        text = f"{name} has the token id {ids[at]} at place {at}; the model's vocabulary has {facts.vocab_size} tokens"
-        raise InvalidRequest(text, param=name, code="token_out_of_range")
+def bad_id(name: str, ids: list[int], facts: ModelFacts) -> InvalidRequest:
+    """What is wrong with `ids`, one of which is beyond the vocabulary."""
+    at = next(i for i, token in enumerate(ids) if token >= facts.vocab_size)
+    text = f"{name} has the token id {ids[at]} at place {at}; the model's vocabulary has {facts.vocab_size} tokens"
+    return InvalidRequest(text, param=name, code="token_out_of_range")
 
 
 def _check_length(name: str, num_tokens: int, limit: int, hint: str) -> None:

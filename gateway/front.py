@@ -17,13 +17,10 @@ UNKNOWN = "/{path}"  # in the metrics: no text of a client
 
 
 class Route(Struct, frozen=True):
-    """One path and its handler. GET allows HEAD, too."""
+    """The handler of one path, for one method. GET allows HEAD, too."""
 
     method: str
     handler: Handler
-
-    def takes(self, method: str) -> bool:
-        return method == self.method or (method == "HEAD" and self.method == "GET")
 
 
 class Front:
@@ -31,30 +28,32 @@ class Front:
 
     def __init__(self, gateway: Gateway, routes: dict[str, Route], log: Callable[..., None]) -> None:
         self._gateway = gateway
-        self._routes = routes
+        self._methods = {path: route.method for path, route in routes.items()}
+        self._handlers = {(route.method, path): route.handler for path, route in routes.items()}
+        self._handlers |= {("HEAD", path): route.handler for path, route in routes.items() if route.method == "GET"}
         self._log = log
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         start = time.perf_counter()
         gateway, metrics = self._gateway, self._gateway.metrics
         path = request.rel_url.path_safe
-        route = self._routes.get(path)
-        name = path if route is not None and route.takes(request.method) else UNKNOWN
+        handler = self._handlers.get((request.method, path))
+        route = UNKNOWN if handler is None else path
         told: GatewayError | None = None
         metrics.in_flight += 1
         try:
             if request.headers.get("Expect"):
                 await _meet_expectation(request)
-            if route is None or name is UNKNOWN:
-                response: web.StreamResponse = _no_route(request, route)
+            if handler is None:
+                response: web.StreamResponse = _no_route(request, self._methods.get(path))
             else:
-                response = await route.handler(gateway, request)
+                response = await handler(gateway, request)
         except GatewayError as error:
             told, response = error, await _tell(request, error)
         except ConnectionError:
             raise  # the client is gone, nobody to tell
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this request only
-            self._log("request_failed", level="error", route=name, error=type(error).__name__, where=_where(error))
+            self._log("request_failed", level="error", route=route, error=type(error).__name__, where=_where(error))
             told = InternalError("the server made an error; it has been logged")
             response = await _tell(request, told)
         finally:
@@ -64,17 +63,17 @@ class Front:
         if gateway.draining:
             response.force_close()
         status = response.status if told is None else kind_of(told).status  # a stream's is 200 even if it fails later
-        metrics.count_request(name, status, time.perf_counter() - start)
+        metrics.count_request(route, status, time.perf_counter() - start)
         return response
 
 
-def _no_route(request: web.BaseRequest, route: Route | None) -> Answer:
-    """405 for a known path with the wrong method. Raises UnknownRoute for any other."""
-    if route is None:
+def _no_route(request: web.BaseRequest, allowed: str | None) -> Answer:
+    """405 for a path that takes the method `allowed`. Raises UnknownRoute for any other path."""
+    if allowed is None:
         raise UnknownRoute(f"no such path: {request.path[:200]}")
-    text = f"{request.path} takes {route.method}, not {request.method[:20]}"
+    text = f"{request.path} takes {allowed}, not {request.method[:20]}"
     answer = error_answer(MethodNotAllowed(text))
-    answer.headers["Allow"] = route.method
+    answer.headers["Allow"] = allowed
     return answer
 
 

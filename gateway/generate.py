@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.answer import Answer
 from gateway.call import INLINE_CHARS, Call
-from gateway.dialects.registry import Dialect, Events
+from gateway.dialects.registry import Dialect
 from gateway.errors import GatewayError, InvalidRequest
 from gateway.generate_choices import INLINE_ENTRIES, Choices
 from gateway.generate_job import Generation, Keeping
@@ -99,7 +99,8 @@ def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:
     check_tokens(num_tokens, gateway.config)
     gateway.metrics.prompt_tokens += num_tokens
     salt = gateway.config.cache_salt if task.cache_salt is None else task.cache_salt
-    inputs = choice_inputs(task, prompts, call.facts, salt)
+    assert call.model.generator is not None, "check_model has seen it"
+    inputs = choice_inputs(task, prompts, call.model.generator.defaults, call.facts, salt)
     keeping = Keeping(gateway.config.max_unsent_tokens, task.stream)
     return gateway.client.generate(call.model.name, inputs, call.priority, call.deadline, keeping)
 
@@ -126,13 +127,6 @@ async def _render(call: Call, task: GenerateTask, dialect: Dialect, outcome: Gen
     return await asyncio.get_running_loop().run_in_executor(call.gateway.pool, dialect.render, task, outcome)
 
 
-async def _events(call: Call, events: Events, pieces: list[Piece]) -> bytes:
-    """The same for a part of a stream."""
-    if num_entries(pieces) <= INLINE_ENTRIES:
-        return events.pieces(pieces)
-    return await asyncio.get_running_loop().run_in_executor(call.gateway.pool, events.pieces, pieces)
-
-
 async def _stream(
     request: web.BaseRequest, call: Call, task: GenerateTask, dialect: Dialect, generation: Generation, choices: Choices
 ) -> web.StreamResponse:
@@ -144,8 +138,13 @@ async def _stream(
         while not choices.done:
             pieces = await choices.next()
             if pieces:
-                generation.streamed.update(piece.choice for piece in pieces)
-                await stream.send(await _events(call, events, pieces))
+                for piece in pieces:
+                    generation.streamed.add(piece.choice)
+                if num_entries(pieces) <= INLINE_ENTRIES:
+                    await stream.send(events.pieces(pieces))
+                else:
+                    loop = asyncio.get_running_loop()
+                    await stream.send(await loop.run_in_executor(call.gateway.pool, events.pieces, pieces))
             elif stream.quiet_s() >= quiet_s / 2:
                 await stream.send(KEEP_ALIVE)
     if task.include_usage:

@@ -9,7 +9,6 @@ from gateway.generate_prompt import Prompt
 from gateway.generate_text import ChoiceText
 from gateway.stop_strings import Matcher
 from gateway.tasks import GenerateTask, Piece, Usage
-from ipc.submit import TokenDelta
 
 INLINE_ENTRIES = 1000  # tokens and logprobs made ready on the loop, about 2 ms; more of them on the pool
 
@@ -44,7 +43,12 @@ class Choices:
                     self._observe(index, len(delta.tokens))
                 if delta.timings is not None:
                     self._call.timings = delta.timings
-                piece = await self._piece(index, delta)
+                text = self._texts[index]
+                if text.num_entries(delta) <= INLINE_ENTRIES:
+                    piece = text.add(delta)
+                else:
+                    loop = asyncio.get_running_loop()
+                    piece = await loop.run_in_executor(self._call.gateway.pool, text.add, delta)
                 if piece is None:
                     continue
                 if piece.finish_reason is not None:
@@ -54,12 +58,6 @@ class Choices:
                 pieces.append(piece)
         # one may have been lost while another's piece was made on the pool
         return [piece for piece in pieces if not self._generation.will_restart(piece.choice)]
-
-    async def _piece(self, index: int, delta: TokenDelta) -> Piece | None:
-        text = self._texts[index]
-        if text.num_entries(delta) <= INLINE_ENTRIES:
-            return text.add(delta)
-        return await asyncio.get_running_loop().run_in_executor(self._call.gateway.pool, text.add, delta)
 
     def usage(self) -> Usage:
         """Prompts count once, however many choices they have."""

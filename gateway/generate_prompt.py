@@ -10,10 +10,11 @@ import msgspec
 from msgspec import Struct
 
 from gateway.chat_template import Segment, prompt_ids
-from gateway.encode import check_ids
+from gateway.encode import bad_id
 from gateway.errors import InvalidRequest
 from gateway.generate_answer import AnswerForm
 from gateway.generate_job import ChoiceInput
+from gateway.generation_defaults import GenerationDefaults
 from gateway.models import Generator, ServedModel
 from gateway.reasoning import CLOSE, opened_by
 from gateway.structured import Grammars, Thinking
@@ -59,7 +60,8 @@ def _prompts(task: GenerateTask, model: ServedModel, facts: ModelFacts) -> list[
                 raise InvalidRequest(f"{name} has no tokens; give some text", param=name)
             prompts.append(Prompt(ids, given))
         else:
-            check_ids(prompt_name(task, i), given, facts)
+            if max(given) >= facts.vocab_size:
+                raise bad_id(prompt_name(task, i), given, facts)
             prompts.append(Prompt(given))
     return prompts
 
@@ -148,17 +150,20 @@ def _max_tokens(task: GenerateTask, num_prompt: int, facts: ModelFacts) -> int:
     return left if task.usual_max_tokens is None else min(task.usual_max_tokens, left)
 
 
-def choice_inputs(task: GenerateTask, prompts: list[Prompt], facts: ModelFacts, cache_salt: str) -> list[ChoiceInput]:
+def choice_inputs(
+    task: GenerateTask, prompts: list[Prompt], defaults: GenerationDefaults, facts: ModelFacts, cache_salt: str
+) -> list[ChoiceInput]:
     """One for each choice, in their order. Seeds are drawn where none is given: a choice that must begin anew
     elsewhere takes the same ones."""
     choices = []
+    usual = defaults.fill(task.sampling, task.left_open)
     for i, prompt in enumerate(prompts):
         max_tokens = _max_tokens(task, len(prompt.input_ids), facts)
         seed = task.sampling.seed if task.sampling.seed is not None else secrets.randbits(63)
         frame = array("i", prompt.input_ids).tobytes()
         for j in range(task.n):
             sampling = msgspec.structs.replace(
-                task.sampling, max_tokens=max_tokens, seed=_wrap(seed + j), grammar=prompt.grammar
+                usual, max_tokens=max_tokens, seed=_wrap(seed + j), grammar=prompt.grammar
             )
             choices.append(ChoiceInput(i, frame, len(prompt.input_ids), sampling, cache_salt.encode()))
     return choices

@@ -10,9 +10,10 @@ from aiohttp import web
 
 from gateway.answer import Answer
 from gateway.call import INLINE_CHARS, Call
+from gateway.deadline import Deadline
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
-from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, UnknownModel
+from gateway.errors import GatewayError, InvalidRequest, UnknownModel
 from gateway.front import Handler
 from gateway.generate import generate
 from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
@@ -41,14 +42,9 @@ def task_handler(dialect: Dialect) -> Handler:
 
     async def handle(gateway: Gateway, request: web.BaseRequest) -> web.StreamResponse:
         config = gateway.config
-        with gateway.admission.slot():
-            time_ms = timeout_ms(request, config.timeout_ms if dialect.events is None else config.generation_timeout_ms)
-            deadline = asyncio.get_running_loop().time() + time_ms / 1000
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await _answer(request, dialect, gateway, deadline)
-            except TimeoutError:
-                raise DeadlineExceeded(f"no answer within {time_ms} ms; allow more with X-Timeout-Ms") from None
+        usual_ms = config.timeout_ms if dialect.events is None else config.generation_timeout_ms
+        with gateway.admission, Deadline(timeout_ms(request, usual_ms)) as deadline:
+            return await _answer(request, dialect, gateway, deadline.at)
 
     return handle
 
@@ -77,8 +73,9 @@ async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:
     check_items("input", len(task.inputs), call.gateway.config)
     _check_embedding(call, task)
     encoded = await _encode(call, encode_embed, task, [("input", task.inputs)])
-    rows = await _dispatch(call, encoded, task.spec, lambda index: place("input", index))
-    return EmbedOutcome(rows, encoded.num_tokens)
+    num_tokens = encoded.num_tokens
+    rows = await _dispatch(call, encoded, num_tokens, task.spec, lambda index: place("input", index))
+    return EmbedOutcome(rows, num_tokens)
 
 
 async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
@@ -99,10 +96,11 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
         num_queries = len(task.queries)
         return place(query_field, index) if index < num_queries else place(document_field, index - num_queries)
 
-    rows = await _dispatch(call, encoded, OutputSpec(), culprit)
+    num_tokens = encoded.num_tokens
+    rows = await _dispatch(call, encoded, num_tokens, OutputSpec(), culprit)
     if call.facts.task == "embed":
-        return ScoreOutcome(_cosines(rows, task), encoded.num_tokens, "cosine_similarity")
-    return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), encoded.num_tokens, "cross_encoder")
+        return ScoreOutcome(_cosines(rows, task), num_tokens, "cosine_similarity")
+    return ScoreOutcome(rows.matrix("<f4")[:, 0].tolist(), num_tokens, "cross_encoder")
 
 
 def _check_embedding(call: Call, task: EmbedTask) -> None:
@@ -148,13 +146,15 @@ async def _encode(
     return encoded
 
 
-async def _dispatch(call: Call, encoded: Encoded, spec: OutputSpec, culprit: Callable[[int], str]) -> Rows:
+async def _dispatch(
+    call: Call, encoded: Encoded, num_tokens: int, spec: OutputSpec, culprit: Callable[[int], str]
+) -> Rows:
     """Result rows, all of them; `culprit` names the field a sequence came from."""
     gateway, name = call.gateway, call.model.name
-    num_tokens = encoded.num_tokens
     check_tokens(num_tokens, gateway.config)
     gateway.metrics.prompt_tokens += num_tokens
-    chunks = split(encoded, gateway.config.max_chunk_tokens, gateway.client.num_live(name))
+    num_replicas = gateway.client.num_live(name) if len(encoded.sequences) > 1 else 1
+    chunks = split(encoded, gateway.config.max_chunk_tokens, num_replicas)
     job = gateway.client.start(name, chunks, spec, call.priority, call.deadline)
     try:
         rows = await job.future

@@ -113,6 +113,10 @@ class Job:
         self._results: dict[int, tuple[bytes, Timings]] = {}  # by the chunk's first sequence
 
     def succeeded(self, chunk: Chunk, payload: bytes, row_bytes: int, timings: Timings) -> None:
+        if len(self.chunks) == 1:
+            if not self.future.done():
+                self.future.set_result(Rows([payload], row_bytes, timings))
+            return
         self._results[chunk.input.first] = (payload, timings)
         if len(self._results) == len(self.chunks) and not self.future.done():
             self.future.set_result(self._gather(row_bytes))
@@ -137,8 +141,6 @@ class Job:
 
     def _gather(self, row_bytes: int) -> Rows:
         results = [self._results[chunk.input.first] for chunk in self.chunks]
-        if len(results) == 1:
-            return Rows([results[0][0]], row_bytes, results[0][1])
         times = [timings for _, timings in results]
         timings = Timings(
             queue_ms=max(t.queue_ms for t in times),

@@ -1,8 +1,6 @@
 """Bounds on what a request may be, checked from the cheapest on: place, headers, body, items, characters, tokens."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -23,41 +21,43 @@ MAX_ID_CHARS = 128
 
 
 class Admission:
-    """How many requests are worked on at a time; taken before anything is read or encoded."""
+    """How many requests are worked on at a time; `with` it around each, before anything is read or encoded."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.in_use = 0
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Raises Overloaded."""
         if self.in_use >= self._limit:
             text = f"{self._limit} requests are being worked on already; try again later"
             raise Overloaded(text, retry_after_ms=RETRY_AFTER_MS)
         self.in_use += 1
-        try:
-            yield
-        finally:
-            self.in_use -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self.in_use -= 1
 
 
 async def read_body(request: web.BaseRequest, config: GatewayConfig) -> bytes:
     """Raises UnsupportedMedia, TooLarge, SlowRequest."""
     _check_media(request)
-    if (request.content_length or 0) > config.max_body_bytes:
-        raise _body_too_large(config)
+    content = request.content
     try:
-        if request.content.is_eof():  # came together with the head, as small ones do
-            return await request.read()
-        async with asyncio.timeout(config.body_timeout_ms / 1000):
-            body = await request.read()
+        if content.is_eof():  # came together with the head, as small ones do
+            body = content.read_nowait()
+        elif (request.content_length or 0) > config.max_body_bytes:
+            raise _body_too_large(config)
+        else:
+            async with asyncio.timeout(config.body_timeout_ms / 1000):
+                body = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise _body_too_large(config) from None
     except web.RequestPayloadError:
         raise InvalidRequest("the body is not what its headers say", code="bad_http") from None
     except TimeoutError:
         raise SlowRequest(f"the body did not arrive within {config.body_timeout_ms} ms; send it faster") from None
+    if len(body) > config.max_body_bytes:
+        raise _body_too_large(config)
     if len(body) > MAX_BRACKETS and (body.count(b"[") > MAX_BRACKETS or body.count(b'"') > MAX_QUOTES):
         raise TooLarge(
             "the body has more lists or strings than a request may have; send it in parts", code="too_many_values"

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.detokenize import TokenBytes
+from gateway.generation_defaults import GenerationDefaults, GenerationDefaultsError
 from gateway.structured import Grammars
 from gateway.template import Prompts, RerankTemplate
 from gateway.tokenize import TextTokenizer, TokenizerError
@@ -23,11 +24,13 @@ class ModelFilesError(ValueError):
 
 
 class Generator(Struct, frozen=True):
-    """What it takes to generate: what tokens become, what messages do (if the model can chat), and grammars."""
+    """What it takes to generate: what tokens become, what messages do (if the model can chat), grammars, and how tokens
+    are picked where a request does not say."""
 
     token_bytes: TokenBytes
     chat: ChatTemplate
     grammars: Grammars
+    defaults: GenerationDefaults = GenerationDefaults()
 
 
 class ServedModel(Struct, frozen=True):
@@ -44,15 +47,16 @@ class ServedModel(Struct, frozen=True):
     generator: Generator | None = None
 
 
-def load_model(name: str, directory: Path) -> ServedModel:
-    """Reads a directory in Hugging Face layout. Raises ModelFilesError."""
+def load_model(name: str, directory: Path, *, generation_defaults: bool = True) -> ServedModel:
+    """Reads a directory in Hugging Face layout. `generation_defaults`: generation_config.json, too. Raises
+    ModelFilesError."""
     config = _read_json(directory / "config.json")
     if config is None:
         raise ModelFilesError(f"model {name!r}: {directory / 'config.json'} is missing")
     try:
         tokenizer = TextTokenizer.from_file(directory / "tokenizer.json")
-        generator = _read_generator(directory, tokenizer, required=_is_causal(config))
-    except (TokenizerError, ChatTemplateError) as error:
+        generator = _read_generator(directory, tokenizer, _is_causal(config), generation_defaults)
+    except (TokenizerError, ChatTemplateError, GenerationDefaultsError) as error:
         raise ModelFilesError(f"model {name!r}: {error}") from None
     return ServedModel(
         name=name,
@@ -65,12 +69,13 @@ def load_model(name: str, directory: Path) -> ServedModel:
     )
 
 
-def _read_generator(directory: Path, tokenizer: TextTokenizer, required: bool) -> Generator | None:
-    """Raises TokenizerError or ChatTemplateError if it is `required`."""
+def _read_generator(directory: Path, tokenizer: TextTokenizer, required: bool, with_defaults: bool) -> Generator | None:
+    """Raises TokenizerError, ChatTemplateError or GenerationDefaultsError if it is `required`."""
     added = [token.content for token in tokenizer.original.get_added_tokens_decoder().values()]
     try:
-        return Generator(TokenBytes(tokenizer.original), ChatTemplate.read(directory), Grammars(added))
-    except (TokenizerError, ChatTemplateError):
+        defaults = GenerationDefaults.read(directory) if with_defaults else GenerationDefaults()
+        return Generator(TokenBytes(tokenizer.original), ChatTemplate.read(directory), Grammars(added), defaults)
+    except (TokenizerError, ChatTemplateError, GenerationDefaultsError):
         if required:
             raise
         return None

@@ -1,12 +1,14 @@
 """What a JSON schema may cost before it is compiled: its size, its depth, and what it would intersect.
 
 Compiling takes time exponential in the patterns that meet in one string (`allOf`, or `$ref` beside other keywords)
-and in the alternatives that meet there, and cannot be interrupted. So both are bounded from above here.
+and in the alternatives that meet there, linear in the least common multiple of what `multipleOf` says of one number,
+and cannot be interrupted. So all three are bounded from above here.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -16,8 +18,7 @@ MAX_SCHEMA_BYTES = 128 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_PATTERNS = 6  # that one string must match all at once: each more doubles the time
 MAX_ALTERNATIVES = 500  # products of `anyOf` within `allOf`
-
-MAX_MULTIPLE = 10_000  # of `multipleOf`: ranks need a state for each remainder
+MAX_MULTIPLE = 10_000  # product of `multipleOf` for one number: ranks need a state for each remainder
 
 _CHILDREN = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _CHILD_LISTS = ("prefixItems", "items")
@@ -29,11 +30,12 @@ class _Weight(NamedTuple):
 
     patterns: int = 0
     alternatives: int = 1
+    multiple: int = 1
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
     """Raises InvalidRequest."""
-    _check_depth(schema, param)
+    check_depth(schema, param)
     num_bytes = len(json.dumps(schema))
     if num_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} can be given", param=param)
@@ -47,10 +49,14 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
     if weight.alternatives > MAX_ALTERNATIVES:
         text = f"{param} combines alternatives within allOf in more than {MAX_ALTERNATIVES} ways"
         raise InvalidRequest(text, param=param)
+    if weight.multiple > MAX_MULTIPLE:
+        text = f"{param}: what multipleOf asks of one number must come to {MAX_MULTIPLE} at most, multiplied together"
+        raise InvalidRequest(text, param=param)
 
 
-def _check_depth(schema: dict[str, Any], param: str) -> None:
-    depth, level = 0, list[Any]([schema])
+def check_depth(value: Any, param: str) -> None:
+    """Of any object or array, for compilers and templates. Raises InvalidRequest."""
+    depth, level = 0, list[Any]([value])
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
@@ -72,27 +78,26 @@ class _Scales:
             return _Weight()
         if "$id" in node and node is not self._root:
             raise self._refuse("$id within a schema is not supported; leave it out")
-        multiple = node.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
-            raise self._refuse(f"multipleOf can be {MAX_MULTIPLE} at most")
         own = sum(name in node for name in ("pattern", "format")) + ("minLength" in node or "maxLength" in node)
         inner = self._most(_children(node))
-        met = [_Weight(max(own, inner.patterns), inner.alternatives), self._most(_values(node, "patternProperties"))]
+        multiple = max(_multiple(node.get("multipleOf")), inner.multiple)
+        met = [_Weight(max(own, inner.patterns), inner.alternatives, multiple)]
+        met.append(self._most(_values(node, "patternProperties")))
         met += map(self.weigh, _items(node, "allOf"))
         if isinstance(ref := node.get("$ref"), str):
             met.append(self._of_ref(ref))
         for name in _OPTIONS:
             if options := [self.weigh(item) for item in _items(node, name)]:
-                most = max(option.patterns for option in options)
-                met.append(_Weight(most, sum(option.alternatives for option in options)))
+                most = _most(options)
+                met.append(most._replace(alternatives=sum(option.alternatives for option in options)))
         return _Weight(
             min(sum(part.patterns for part in met), 2 * MAX_PATTERNS),  # no further than is needed to say no
             min(math.prod(part.alternatives for part in met), 2 * MAX_ALTERNATIVES),
+            min(math.prod(part.multiple for part in met), 2 * MAX_MULTIPLE),
         )
 
     def _most(self, nodes: Iterable[Any]) -> _Weight:
-        weights = [_Weight(), *map(self.weigh, nodes)]
-        return _Weight(max(w.patterns for w in weights), max(w.alternatives for w in weights))
+        return _most([_Weight(), *map(self.weigh, nodes)])
 
     def _of_ref(self, ref: str) -> _Weight:
         if ref not in self._of_refs:
@@ -116,6 +121,17 @@ class _Scales:
 
     def _refuse(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"{self._param}: {what}", param=self._param)
+
+
+def _most(weights: list[_Weight]) -> _Weight:
+    return _Weight(*map(max, zip(*weights, strict=True)))
+
+
+def _multiple(value: Any) -> int:
+    """The least whole number that is a multiple of `value`: 1 for 0.25, 5 for 2.5."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1
+    return min(abs(Fraction(str(value)).numerator), 2 * MAX_MULTIPLE) or 1
 
 
 def _children(node: Mapping[str, Any]) -> list[Any]:

@@ -128,6 +128,11 @@ class HttpServer:
 class JsonRequestHandler(web.RequestHandler):
     """aiohttp's connection, with its own error pages (bad HTTP, mostly) in our shape."""
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Every body asks for this at its end and when it has been read; few were ever held up."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
+
     def handle_error(
         self,
         request: web.BaseRequest,

@@ -1,8 +1,9 @@
 """An answer that is sent while it is made, as server-sent events. Knows HTTP, and nothing of what the events say.
 
-The answer begins with the first event: until then an error is an answer of its own, with its status. From then on the
-status is 200 and an error is the last event. A client that reads slowly holds up its own stream only: no more than
-aiohttp's and the transport's buffers (about 128 KiB) are kept for it here.
+The answer begins with the first event, or with the first keep-alive comment where that takes long: until then an error
+is an answer of its own, with its status. From then on the status is 200 and an error is the last event. A client that
+reads slowly holds up its own stream only: no more than aiohttp's and the transport's buffers (about 128 KiB) are kept
+for it here.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from gateway.errors import GatewayError, render_error
 from gateway.limits import request_id
@@ -48,6 +50,7 @@ class EventStream:
         if (given := request_id(request)) is not None:
             self.response.headers["X-Request-Id"] = given
         self._request = request
+        self._writer: AbstractStreamWriter | None = None  # once the answer has begun
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
 
@@ -57,11 +60,12 @@ class EventStream:
 
     async def send(self, events: bytes) -> None:
         """Waits while the client has too much unread. Raises ConnectionError when it is gone."""
-        if not self.response.prepared:
+        if self._writer is None:
             self._request[EVENTS] = self
-            await self.response.prepare(self._request)
+            self._writer = await self.response.prepare(self._request)
+            assert self._writer is not None, "an answer is prepared once"
         self._sent_at = self._loop.time()
-        await self.response.write(events)
+        await self._writer.write(events)
 
     async def end(self) -> None:
         await self.response.write_eof(DONE)

@@ -4,9 +4,11 @@ Makes the grammar's text and compiles it once to know that it is right; knows no
 Compiling takes about 1 ms, and 0.3 ms a KiB for large schemas (on one core; other threads go on meanwhile).
 """
 
+import hashlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -24,8 +26,11 @@ MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 4096
 MAX_CALLS = 16  # that one answer may be made to hold
 MAX_ERROR_CHARS = 300
+MAX_COMPILE_SECONDS = 5.0  # of one core; ranks compile it again, and are killed when a step takes too long
 # Between JSON's tokens. Without an end to it small models go on with white space for ever.
 WHITE_SPACE = r"[ \n\r\t]{1,32}"
+
+_NO_START = "no text can begin as it asks"  # references in a circle, say
 
 Thinking = Literal["never", "maybe", "begun"]
 _NAMED = re.compile(r"<[^<>\s]+>")
@@ -43,7 +48,7 @@ class Grammars:
         Qwen's `<tool_call>`, is forced as that token, since its letters would be something else to the model."""
         self._added = frozenset(token for token in added_tokens if _NAMED.fullmatch(token))
         self._capacity = capacity
-        self._errors: OrderedDict[str, str] = OrderedDict()  # by grammar; empty for a right one
+        self._errors: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's digest; empty for a right one
         self._lock = threading.Lock()
         self._tokenizer = _byte_tokenizer(self._added)
 
@@ -77,6 +82,8 @@ class Grammars:
         if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
             text = f"{param} has {len(pattern)} characters; a pattern may have 1 to {MAX_PATTERN_CHARS}"
             raise InvalidRequest(text, param=param)
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the compiler would pass over it
+            raise InvalidRequest(f"{param} ends within an escape: a backslash with nothing behind it", param=param)
         return self._checked(f"/{regex_to_lark(pattern, '')}/", thinking, param)
 
     def of_choice(self, choices: Sequence[str], param: str, thinking: Thinking = "never") -> str:
@@ -105,6 +112,10 @@ class Grammars:
             raise InvalidRequest(text, param="tool_choice", code="unsupported")
         named = choice.mode == "named"
         chosen = [tool for tool in tools if not named or tool.name == choice.name]
+        num_bytes = sum(len(json.dumps(tool.parameters)) for tool in chosen)
+        if num_bytes > MAX_SCHEMA_BYTES:  # ranks take no larger grammar, and compiling to say so would take seconds
+            text = f"the parameters of tools have {num_bytes} bytes in all; calls of at most {MAX_SCHEMA_BYTES} can be "
+            raise InvalidRequest(text + "forced: give fewer or smaller tools, or name one", param="tools")
         for tool in chosen:  # each alone, for the right one to be named
             param = f"tools[{tools.index(tool)}].function.parameters"
             check_schema(tool.parameters, param)
@@ -118,19 +129,32 @@ class Grammars:
         """The grammar `body`, compiled to see that it can be."""
         lines = ["%llguidance {}", *self._thinking(thinking), f"body: {body}", *rules, ""]
         grammar: str = LLMatcher.grammar_from_lark("\n".join(lines))
+        name = hashlib.blake2b(grammar.encode(), digest_size=16).digest()  # grammars themselves are large
         with self._lock:
-            error = self._errors.get(grammar)
+            error = self._errors.get(name)
             if error is not None:
-                self._errors.move_to_end(grammar)
+                self._errors.move_to_end(name)
         if error is None:
-            error = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            error = _shorten(self._compile(grammar))
             with self._lock:
-                self._errors[grammar] = error
+                self._errors[name] = error
                 if len(self._errors) > self._capacity:
                     self._errors.popitem(last=False)
         if error:
-            raise InvalidRequest(f"{param} cannot be enforced: {_shorten(error)}", param=param)
+            raise InvalidRequest(f"{param} cannot be enforced: {error}", param=param)
         return grammar
+
+    def _compile(self, grammar: str) -> str:
+        """What is wrong with it, or nothing: it compiles, in good time, and something can be written by it."""
+        start = time.thread_time()
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            error: str = matcher.get_error().partition("\n<state>")[0].strip()
+            return _NO_START if error in ("", "NoExtensionBias") else error
+        seconds = time.thread_time() - start
+        return f"it takes {seconds:.1f} s to compile" if seconds > MAX_COMPILE_SECONDS else ""
 
     def _thinking(self, thinking: Thinking) -> list[str]:
         """The rules of the start: the body, and the thinking before it."""

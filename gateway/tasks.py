@@ -80,12 +80,14 @@ class GenerateTask(Struct, frozen=True):
     """`n` generations for every one of `prompts`, or for `chat`. Choice i is of prompt i // n.
 
     `sampling` is what the ranks are asked for; max_tokens and the seed in it are set when the prompt's length is known:
-    `max_tokens`, or what is left of the context, but then no more than `usual_max_tokens`.
+    `max_tokens`, or what is left of the context, but then no more than `usual_max_tokens`. `left_open` are the names of
+    its fields that are the model's to say.
     """
 
     model: str
     prompts: list[Text]
     sampling: SamplingParams
+    left_open: frozenset[str] = frozenset()
     chat: ChatPrompt | None = None
     n: int = 1
     max_tokens: int | None = None
@@ -161,13 +163,15 @@ Outcome = EmbedOutcome | ScoreOutcome
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
-class TopToken(Struct, frozen=True):
+class TopToken(Struct, frozen=True, gc=False):
+    """Untracked, as is what holds it: a large answer has a million, and a collection would stop everybody for them."""
+
     text: str
     bytes: bytes
     logprob: float
 
 
-class TokenInfo(Struct, frozen=True):
+class TokenInfo(Struct, frozen=True, gc=False):
     """One token and how likely it was; a prompt's first has no likelihood. `offset` is where it begins in the text."""
 
     text: str
@@ -191,7 +195,11 @@ class Piece(Struct):
 
 def num_entries(pieces: list[Piece]) -> int:
     """How much there is to render: pieces, tokens with logprobs, and the likeliest tokens beside them."""
-    return sum(1 + sum(1 + len(token.top) for token in piece.tokens) for piece in pieces)
+    total = len(pieces)
+    for piece in pieces:
+        for token in piece.tokens:
+            total += 1 + len(token.top)
+    return total
 
 
 class Usage(Struct, frozen=True):

@@ -57,6 +57,7 @@ class TextTokenizer:
             tokenizer = _without_special_pieces(tokenizer, set(self._special))
         tokenizer.encode_special_tokens = True  # text is text
         self._tokenizer = tokenizer
+        self._inner = _without_first_space(tokenizer) or tokenizer
 
     @classmethod
     def from_file(cls, path: Path) -> "TextTokenizer":
@@ -76,12 +77,20 @@ class TextTokenizer:
             if part in self._special:
                 ids.append(self._special[part])
             elif part:
-                ids += self.encode([part])[0]
+                ids += (self.encode_inner if ids else self.encode)([part])[0]
         return ids
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens."""
+        if not texts:  # of a request in token ids: the call alone takes longer than all of their checks
+            return []
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_inner(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, of texts that have something before them: no space is put before the first word."""
+        if not texts:
+            return []
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_cut(self, texts: list[str], num_tokens: int) -> list[list[int]]:
         """As `encode`, each cut to its first `num_tokens` ids, without encoding what will be cut off."""
@@ -179,6 +188,28 @@ def _without_special_pieces(tokenizer: Tokenizer, special: set[str]) -> Tokenize
         if piece[0] in special:
             piece[0] = f" {piece[0]} "
     return Tokenizer.from_str(json.dumps(content))
+
+
+def _without_first_space(tokenizer: Tokenizer) -> Tokenizer | None:
+    """A copy that puts no space before a text; None where the tokenizer does so everywhere or nowhere.
+
+    SentencePiece's rule since Llama 2: only what begins the whole text gets one, not what follows a special token.
+    """
+    if tokenizer.pre_tokenizer is None:
+        return None
+    outer = json.loads(tokenizer.pre_tokenizer.__getstate__())
+    found = [
+        part
+        for part in (outer, *outer.get("pretokenizers", []))
+        if part["type"] == "Metaspace" and part.get("prepend_scheme") == "first"
+    ]
+    if not found:
+        return None
+    for part in found:
+        part["prepend_scheme"] = "never"
+    inner = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"pre_tokenizer": outer}))
+    inner.encode_special_tokens = True
+    return inner
 
 
 def _find(ids: list[int], part: list[int], start: int = 0) -> int | None:

@@ -1,7 +1,8 @@
 """The lock file beside a Unix socket: says whether a live process owns it. The kernel lets go when its owner dies.
 
-Needed because binding a path says nothing: ZeroMQ unlinks another's socket and binds anew, the first owner goes
-deaf without an error. The file of a dead owner is taken over; it never has to be removed by hand.
+Needed because a dead owner's path has to be unlinked before it can be bound, and the path does not say whether its
+owner lives: unlinked, a live one would go deaf without an error. The file of a dead owner is taken over; it never has
+to be removed by hand.
 """
 
 import fcntl

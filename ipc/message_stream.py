@@ -1,19 +1,24 @@
 """Whole messages over one connected Unix socket, in and out; no call waits.
 
 On the stream a message is `<I number of frames, <I bytes of each frame, the frames`. Knows nothing of who is at the
-other end, nor of events.
+other end.
 """
 
+import contextlib
+import mmap
+import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from ipc import socket_errors
-from ipc.socket_errors import HIGH_WATER_MARK, Frame, PeerFull
+from ipc.socket_errors import HIGH_WATER_MARK, Frame, MessageTooLarge, PeerFull
 
 BUFFER_BYTES = 64 << 10
-MAX_FRAMES = 64
+MAX_FRAMES = 8
+READABLE, BOTH = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
 class Broken(Exception):
@@ -21,32 +26,38 @@ class Broken(Exception):
 
 
 class MessageStream:
-    """One connection: whole messages in and out, neither call waits."""
+    """One connection. `epoll` tells of what comes, and of room for as long as something waits for it."""
 
-    def __init__(self, raw: socket.socket) -> None:
+    def __init__(self, raw: socket.socket, epoll: select.epoll) -> None:
+        """Takes `raw` over. Raises OSError if the kernel cannot watch it."""
         raw.setblocking(False)
         self.identity = b""
-        self.messages: deque[list[bytes]] = deque()
+        self.messages: deque[list[bytes]] = deque()  # read, and not taken yet
         self._raw = raw
+        self._epoll = epoll
         self._unsent: deque[memoryview] = deque()  # one a message
+        self._awaits_room = False
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._num_buffered = 0
         self._large: memoryview | None = None  # a message that does not fit the buffer
         self._num_large = 0
+        try:
+            epoll.register(raw, READABLE)
+        except OSError:
+            raw.close()
+            raise
 
     def fileno(self) -> int:
         return self._raw.fileno()
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
     def send(self, frames: Sequence[Frame]) -> None:
-        """Raises PeerFull, Broken."""
+        """Raises PeerFull, MessageTooLarge, Broken."""
+        if not 0 < len(frames) <= MAX_FRAMES:
+            raise MessageTooLarge(f"a message of {len(frames)} frames, it can have 1 to {MAX_FRAMES}")
         self.flush()
         if len(self._unsent) >= HIGH_WATER_MARK:
             raise PeerFull("peer's queue is full")
-        views = [memoryview(frame).cast("B") if isinstance(frame, memoryview) else frame for frame in frames]
+        views = [_bytes_of(frame) for frame in frames]
         parts = [struct.pack(f"<{len(views) + 1}I", len(views), *map(len, views)), *views]
         num_sent = 0
         if not self._unsent:
@@ -55,9 +66,11 @@ class MessageStream:
             except BlockingIOError:
                 pass
             except OSError as error:
+                self.shut()
                 raise Broken from error
         if num_sent < sum(map(len, parts)):
             self._unsent.append(memoryview(b"".join(parts))[num_sent:])
+            self._await_room()
 
     def flush(self) -> None:
         """Sends what waits, as far as the peer takes it. Raises Broken."""
@@ -67,13 +80,37 @@ class MessageStream:
             except BlockingIOError:
                 return
             except OSError as error:
+                self.shut()
                 raise Broken from error
             self._unsent[0] = self._unsent[0][num_sent:]
             if not self._unsent[0]:
                 self._unsent.popleft()
+        self._await_room()
 
-    def read(self) -> bool:
-        """Reads once; tells whether there may be more. Raises Broken at the end."""
+    def read(self) -> None:
+        """Reads until there are messages, or until nothing more has come. Raises Broken at the end."""
+        while self._read_once() and not self.messages:
+            pass
+
+    def shut(self) -> None:
+        """Sends no more, and lets nothing more come: reading takes what has come already, then finds the end."""
+        with contextlib.suppress(OSError):  # the peer may have been faster
+            self._raw.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._raw.fileno() >= 0:
+            self._epoll.unregister(self._raw)
+            self.shut()  # a forked child may hold the descriptor too; the peer has to learn of it all the same
+            self._raw.close()
+
+    def _await_room(self) -> None:
+        """Asked for any longer than something waits, it would never be silent."""
+        if self._awaits_room != bool(self._unsent):
+            self._awaits_room = bool(self._unsent)
+            self._epoll.modify(self._raw, BOTH if self._unsent else READABLE)
+
+    def _read_once(self) -> bool:
+        """Tells whether there may be more."""
         room = self._buffer[self._num_buffered :] if self._large is None else self._large[self._num_large :]
         try:
             count = self._raw.recv_into(room)
@@ -93,9 +130,6 @@ class MessageStream:
                 self._large = None
         return count == len(room)
 
-    def close(self) -> None:
-        self._raw.close()
-
     def _take_buffered(self) -> None:
         """Moves whole messages out of the buffer, and one too large for it into memory of its own."""
         begin = 0
@@ -107,12 +141,38 @@ class MessageStream:
             begin = end
         rest = self._num_buffered - begin
         if num_bytes > BUFFER_BYTES:
-            self._large = memoryview(bytearray(num_bytes))
+            self._large = _lazy_memory(num_bytes)
             self._large[:rest] = self._buffer[begin : self._num_buffered]
             self._num_large, rest = rest, 0
         elif begin:
             self._buffer[:rest] = bytes(self._buffer[begin : self._num_buffered])
         self._num_buffered = rest
+
+
+def connect(path: Path, epoll: select.epoll) -> MessageStream:
+    """Raises OSError if nobody listens there, or too many are waiting."""
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        raw.connect(str(path))
+    except OSError:
+        raw.close()
+        raise
+    return MessageStream(raw, epoll)
+
+
+def _lazy_memory(num_bytes: int) -> memoryview:
+    """Costs only what is written to it: a message announced may never come. Raises Broken if there is none."""
+    try:
+        return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise Broken from error
+
+
+def _bytes_of(frame: Frame) -> Frame:
+    """The frame with its length in bytes; an array without elements cannot be cast."""
+    if not isinstance(frame, memoryview):
+        return frame
+    return frame.cast("B") if frame.nbytes else b""
 
 
 def _message_bytes(data: memoryview) -> int:

@@ -21,7 +21,7 @@ class PeerGone(SocketError):
 
 
 class MessageTooLarge(SocketError):
-    """A frame is beyond MAX_MESSAGE_BYTES: the receiver would cut the connection instead of taking it."""
+    """A frame is beyond MAX_MESSAGE_BYTES, or there are too many (or none): the receiver would cut the connection."""
 
 
 def check_size(frames: Sequence[Frame]) -> None:

@@ -2,7 +2,8 @@
 
 On one host (`ipc://path`) messages go over Unix sockets (ipc.local_socket), between hosts (`tcp://host:port`) over
 ZeroMQ (ipc.tcp_socket). Rules kept by both: no message is dropped in silence (a full or vanished peer is an
-exception), an endpoint in use is refused instead of stolen, nothing lingers at exit, every queue is bounded.
+exception, the end of a connection is told), an endpoint in use is refused instead of stolen, peers are heard in turn,
+nothing lingers at exit, every queue is bounded.
 """
 
 import asyncio
@@ -67,6 +68,7 @@ class EventSocket:
         self._scheduled = False
         self._closed = False
         self._connected = False
+        self._connection = 0
         self._retry: asyncio.TimerHandle | None = None
         self._spin_s = spin_us / 1e6
         self._spin_until = 0.0
@@ -124,8 +126,11 @@ class EventSocket:
     def _look_at_connection(self) -> None:
         if self.socket.retry_s is not None and self._retry is None:
             self._retry = self._loop.call_later(self.socket.retry_s, self._try_again)
-        if self.socket.connected is not None:
-            self._changed(self.socket.connected)
+        connection = self.socket.connection
+        if connection is not None and connection != self._connection:
+            self._connection = connection
+            self._changed(False)  # one may have ended and the next begun before we looked
+            self._changed(connection != 0)
 
     def _try_again(self) -> None:
         self._retry = None

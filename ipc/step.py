@@ -51,6 +51,7 @@ KIND_PREFILL, KIND_DECODE, KIND_VERIFY = range(3)
 
 # --- status of a row --------------------------------------------------------------------------------------
 STATUS_OK, STATUS_BAD_TOKEN, STATUS_NON_FINITE = range(3)
+STATUS_BAD_PARAMS = 3  # of generation: sampling parameters or a grammar that the rank cannot follow; its log says why
 
 
 class StepPlan(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -71,9 +72,7 @@ class StepPlan(Struct, frozen=True, tag=True, omit_defaults=True):
     canary: bool = False  # a health check's own step; its result is nobody's answer
     # generation
     draft_length: Count = 0
-    keep_draft: bool = (
-        True  # drafts or not: the draft's state stays valid, so that the sequences may speculate later
-    )
+    keep_draft: bool = True  # drafts or not: the draft's state stays valid, so that the sequences may speculate later
     num_admissions: Count = 0
     num_new_blocks: Count = 0
     num_releases: Count = 0

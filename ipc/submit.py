@@ -80,6 +80,9 @@ class Rejected(Struct, frozen=True, tag=True, omit_defaults=True):
 class TokenDelta(Struct, frozen=True, array_like=True):
     """New tokens of one generation. A delta with a `finish_reason` is terminal; the fields below it come then.
 
+    `num_cached_tokens` and `timings` so far come with the first token as well: a gateway that finds a stop string
+    gets no terminal delta.
+
     `prompt_logprobs` come chunk by chunk as the prompt is computed, in order, from its second token on.
     """
 

@@ -16,7 +16,7 @@ class TcpSocket:
     """Its descriptor is edge-triggered: look for messages after every wake-up and after every send."""
 
     edge_triggered = True
-    connected = None  # its monitor tells
+    connection = None  # its monitor tells
     retry_s = None
 
     def __init__(self, raw: "zmq.Socket[bytes]") -> None:

@@ -1,4 +1,4 @@
-"""A decoder's steps on CPU: one after another on a thread of their own. See rose.decoder_runner for the interface."""
+"""A decoder's steps on CPU: one after another on a thread of their own. See rose.model_runner for the interface."""
 
 from functools import partial
 from pathlib import Path

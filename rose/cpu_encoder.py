@@ -1,4 +1,4 @@
-"""An encoder's steps on CPU: divided among threads by sequences. See rose.encoder_runner for the interface.
+"""An encoder's steps on CPU: divided among threads by sequences. See rose.model_runner for the interface.
 
 In a group of ranks they are not divided: layers meet the other ranks' in one order.
 """

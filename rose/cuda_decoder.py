@@ -1,4 +1,4 @@
-"""A language model's steps on a GPU. See rose.decoder_runner for the interface.
+"""A language model's steps on a GPU. See rose.model_runner for the interface.
 
 A step of decode rows alone is one copy in, one graph, one copy out; what else a step may hold (sequences that come and
 go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way; of small ones
@@ -8,7 +8,7 @@ masks of a step need the tokens of the one before, and its forward pass runs mea
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -30,7 +30,7 @@ from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.distributed.group import ALONE, Group
 from rose.generate_batch import GenerateRows, read_rows
-from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs, padded_tokens
+from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
 from rose.lazy_tensor import as_step_error
@@ -40,7 +40,7 @@ from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
 from rose.shape_list import from_leader, read_shapes, write_shapes
 from rose.static_decoder import StaticDecoder, attention_of, decode_key, needs_of
-from rose.static_forward import MAX_TOKENS, StaticForward
+from rose.static_forward import MAX_TOKENS, StaticForward, small_tokens
 
 COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True))  # captured ahead, if anything is
 
@@ -76,6 +76,8 @@ class CudaDecoder:
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config)
+        self.key = cache(self._key)
+        """Of a step of so many decode rows, with what their sampling needs; None: up to their logits."""
         max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
         max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
         self._small = StaticForward(
@@ -83,6 +85,7 @@ class CudaDecoder:
             self.residents.slots,
             max_tokens=min(max_tokens, facts.max_num_batched_tokens),
             max_num_seqs=facts.max_num_seqs,
+            hidden=(model_config.hidden_size, caches[0].k.dtype),
             attention="triton",
             run=lambda key: self.graphs.run(key, [0] * (key.num_seqs + 1)),
         )
@@ -181,7 +184,7 @@ class CudaDecoder:
         self._num_padding += key.num_seqs - plan.num_seqs
         arrays["rows"][plan.num_seqs : key.num_seqs, GEN_SLOT] = self._nobody
         buffers, stream = self._buffers, self._stream
-        stream.copy_in(buffers.table_bytes(key.num_seqs), buffers.slot_table(arrays, key.num_seqs))
+        stream.copy_in(buffers.table_bytes, buffers.slot_table(arrays, key.num_seqs))
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
         if has_grammars:
             self._settle()  # while the forward pass runs
@@ -190,7 +193,7 @@ class CudaDecoder:
             self._static.finish(key, needs, masks)
         if self._group.leads:
             num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
-            stream.copy_out(buffers.outputs[:num_bytes], cast(Bytes, arrays["outputs"][:num_bytes]))
+            stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][:num_bytes]))
         lazy = stream.finish()
         if self._group.size == 1 and not has_grammars and (rows.status == STATUS_OK).all():
             return lazy
@@ -231,8 +234,7 @@ class CudaDecoder:
 
     # --- shapes ---------------------------------------------------------------------------------------------
 
-    def key(self, num_rows: int, needs: Needs | None) -> GraphKey:
-        """Of a step of so many decode rows, with what their sampling needs; None: up to their logits."""
+    def _key(self, num_rows: int, needs: Needs | None) -> GraphKey:
         padded = padded_seqs(num_rows, self._facts.max_num_seqs)
         return decode_key(padded, self._attention.choose(padded, 1), needs)
 
@@ -243,7 +245,7 @@ class CudaDecoder:
         if config.capture == "eager":
             sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
             known += [self.key(size, needs) for needs in COMMON_NEEDS for size in sizes]
-        most_tokens = max(most, padded_tokens(self._small.max_tokens))
+        most_tokens = max(most, small_tokens(self._small.max_tokens))
         known = list(dict.fromkeys(known))
         return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most_tokens, known=known)
 

@@ -1,4 +1,4 @@
-"""An encoder's steps on a GPU: one copy in, one graph, one copy out. See rose.encoder_runner for the interface.
+"""An encoder's steps on a GPU: one copy in, one graph, one copy out. See rose.model_runner for the interface.
 
 Nothing on the way from plan to LazyTensor waits for the device; the host reads offsets and ids, and writes into the
 slot only what makes it a padded step.

@@ -43,6 +43,7 @@ class DecodeBuffers:
             self._outputs[name] for name in ("logprobs", "top_ids", "top_logprobs")
         )
         self.table = torch.zeros(num_rows, 8, dtype=torch.int32, device=device)
+        self.table_bytes = self.table.view(torch.uint8).view(-1)
         self._per_row = torch.zeros(5, num_rows, dtype=torch.int32, device=device)
         self._per_token = torch.zeros(3, num_rows * width, dtype=torch.int32, device=device)
         self._cu_seqlens_q = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -72,12 +73,8 @@ class DecodeBuffers:
     def row_outputs(self, num_rows: int) -> RowOutputs:
         return RowOutputs(*(self._outputs[name][:num_rows] for name in RowOutputs._fields))
 
-    def table_bytes(self, num_rows: int) -> Tensor:
-        """The lines of so many rows, uint8."""
-        return self.table[:num_rows].view(torch.uint8).view(-1)
-
     def slot_table(self, arrays: Arrays, num_rows: int) -> Bytes:
-        """The same lines in a step's slot."""
+        """The lines of so many rows in a step's slot: what `table_bytes` begins with."""
         return cast(Bytes, arrays["inputs"][self._rows_at : self._rows_at + _ROW_BYTES * num_rows])
 
     def output_bytes(self, *, logprobs: bool) -> int:

@@ -89,7 +89,8 @@ class Decoder:
             raise
 
     def _generate(self, rows: GenerateRows, arrays: Arrays) -> None:
-        """One step of rows: propose, forward, accept, close. Up to `advance` no sequence has changed."""
+        """One step of rows: propose, forward, accept, close. Up to `advance` no sequence has changed, but for what
+        sampling knows of prompts: residents remember how far."""
         residents = self._residents
         residents.append_prompts(rows)
         rows, drafts = self._propose(rows)
@@ -106,9 +107,13 @@ class Decoder:
         close = self._proposer.prefill if rows.has_prompts else self._proposer.accepted
         given = residents.tensor(rows.num_given)
         close(Closing(inputs, hidden, decision.tokens, decision.num_new, given, rows.keep_draft))
+        if self._group.leads:  # late: a step that does not fit must not have counted anything
+            residents.count_output(rows, places, decision.tokens, decision.num_new)
         lengths = residents.advance(rows, inputs, decision.tokens, decision.num_new)
         if self._group.leads:
             write_outputs(decision, lengths, arrays)
+            if residents.grammars.has_any(rows.slots.tolist()):
+                residents.grammars.accept(rows, decision.tokens.tolist(), decision.num_new.tolist())
 
     def _propose(self, rows: GenerateRows) -> tuple[GenerateRows, Drafts]:
         """Drafts behind the known ids, where the plan wants some; on a CPU the rows are cut to what was found."""
@@ -139,8 +144,6 @@ class Decoder:
         kept = places.spans.offsets < num_new[places.spans.rows]
         bad = torch.zeros_like(status).index_add_(0, places.spans.rows, (kept & ~finite).int())
         status = torch.where((status == STATUS_OK) & (bad > 0), STATUS_NON_FINITE, status)
-        if masks is not None:
-            residents.grammars.accept(rows, tokens.tolist(), num_new.tolist())
         logprobs = None
         if needs.logprobs:
             found = residents.sampler.logprobs(logits, at_places(tokens, places.spans))

@@ -1,9 +1,11 @@
-"""The first steps of a loaded decoder: a prefill as large as any, and a decode step behind it.
+"""The first steps of a loaded decoder: a prefill as large as any, a decode step behind it, and a grammar.
 
-They show whether memory and kernels are what the settings want, before the first request does.
+They show whether memory and kernels are what the settings want, before the first request does. The grammar has the
+tokenizer read: that takes 0.25 s for 49 thousand tokens and more than a second for 150 thousand, in which every stream
+would wait (on another thread as well: what reads it does not let go of the interpreter).
 """
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 import numpy as np
@@ -25,13 +27,17 @@ from ipc.step import (
     GEN_SLOT,
     KIND_DECODE,
     KIND_PREFILL,
+    RELEASE_GENERATION,
+    RELEASE_SLOT,
     StepPlan,
 )
 from ipc.step_ring import Arrays, generate_layout, local_slots
 from ipc.types import ModelFacts, SamplingParams
+from rose.batch import Int32s
 from rose.runner import LazyTensor
 
-CPU_TOKENS = 2048  # a CPU has no memory to reserve: larger shapes need no trial
+GRAMMAR = "start: /a/"
+CPU_TOKENS = 256  # a CPU has no memory to reserve: larger shapes need no trial, and would take seconds
 
 
 class Steps(Protocol):
@@ -45,14 +51,20 @@ class Steps(Protocol):
 
 
 def warm_up(runner: Steps) -> None:
-    """Runs both steps. Raises OutOfMemory. The sequences stay in their slots: clear them."""
+    """Runs all three. Raises OutOfMemory. The sequences stay in their slots: clear them."""
     facts = runner.facts
     arrays = local_slots(generate_layout(facts))[0]
     lengths = prompt_lengths(facts)
-    for plan in (_write_prefill(arrays, lengths, facts), _write_decode(arrays, lengths)):
-        lazy = runner.step(plan, arrays)
-        runner.drain()
-        lazy.ready()
+    _run(runner, _write_prefill(arrays, lengths, facts), arrays)
+    _run(runner, _write_decode(arrays, lengths), arrays)
+    _run(runner, _write_grammar(arrays, lengths), arrays)
+
+
+def _run(runner: Steps, plan: StepPlan, arrays: Arrays) -> None:
+    """To its end, since the next plan is written over it."""
+    lazy = runner.step(plan, arrays)
+    runner.drain()
+    lazy.ready()
 
 
 def prompt_lengths(facts: ModelFacts) -> list[int]:
@@ -74,12 +86,9 @@ def prompt_lengths(facts: ModelFacts) -> list[int]:
 def _write_prefill(arrays: Arrays, lengths: list[int], facts: ModelFacts) -> StepPlan:
     """Every prompt whole, as a plan's tables."""
     count = len(lengths)
-    params = msgspec.msgpack.encode(SamplingParams(seed=0))
-    arrays["params"][: len(params)] = np.frombuffer(params, np.uint8)
-    admissions = arrays["admissions"][:count]
+    admissions = _write_admissions(arrays, SamplingParams(seed=0), count)
     admissions[:, [ADMIT_SLOT, ADMIT_GENERATION]] = np.arange(count)[:, None]
     admissions[:, ADMIT_NUM_PROMPT] = lengths
-    admissions[:, ADMIT_PARAMS_BYTES] = len(params)
     num_blocks = 0
     for slot, length in enumerate(lengths):
         each = -(-(length + 1) // facts.block_size)
@@ -94,6 +103,26 @@ def _write_prefill(arrays: Arrays, lengths: list[int], facts: ModelFacts) -> Ste
 
 def _write_decode(arrays: Arrays, lengths: list[int]) -> StepPlan:
     return _write_rows(arrays, [1] * len(lengths), KIND_DECODE, [length + 1 for length in lengths], step=2)
+
+
+def _write_grammar(arrays: Arrays, lengths: list[int]) -> StepPlan:
+    """No rows: a sequence with a grammar takes the place of the first one."""
+    arrays["releases"][0, [RELEASE_SLOT, RELEASE_GENERATION]] = 0
+    admissions = _write_admissions(arrays, SamplingParams(seed=0, grammar=GRAMMAR), 1)
+    admissions[:, [ADMIT_GENERATION, ADMIT_NUM_PROMPT]] = len(lengths), 1
+    return StepPlan(
+        epoch=0, step=3, slot=0, kind="generate", canary=True, num_releases=1, num_admissions=1, last_applied=2
+    )
+
+
+def _write_admissions(arrays: Arrays, params: SamplingParams, count: int) -> Int32s:
+    """Lines that lack all but their params, which they share."""
+    packed = msgspec.msgpack.encode(params)
+    arrays["params"][: len(packed)] = np.frombuffer(packed, np.uint8)
+    admissions = cast(Int32s, arrays["admissions"][:count])
+    admissions[:] = 0
+    admissions[:, ADMIT_PARAMS_BYTES] = len(packed)
+    return admissions
 
 
 def _write_rows(arrays: Arrays, num_tokens: list[int], kind: int, max_lengths: list[int], step: int) -> StepPlan:

@@ -71,6 +71,15 @@ class GenerateRows(NamedTuple):
         return self._replace(table=table, cu_seqlens=cu_seqlens)
 
     @property
+    def given(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of the tokens that prefill rows bring: which of the step's T they are, their rows, their positions."""
+        rows = np.repeat(np.arange(len(self.table)), np.diff(self.cu_seqlens))
+        tokens = np.flatnonzero(self.num_given[rows])
+        rows = rows[tokens]
+        starts = self.table[:, GEN_MAX_LENGTH] - self.num_given - self.cu_seqlens[:-1]
+        return tokens, rows, tokens + starts[rows]
+
+    @property
     def max_q_len(self) -> int:
         return int(np.diff(self.cu_seqlens).max())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.step import GEN_INPUT_OFFSET, GEN_MAX_LENGTH, GEN_SLOT, STATUS_BAD_TOKEN, STATUS_OK
+from ipc.step import GEN_INPUT_OFFSET, GEN_MAX_LENGTH, GEN_SLOT, STATUS_OK
 from rose.batch import Int32s
 from rose.generate_batch import GenerateRows
 from rose.host_slots import HostSlots, Occupant
@@ -32,8 +32,8 @@ class GrammarRows:
         try:
             self._grammars.admit(slot, params.grammar)
             self._grammars.accept(slot, ids[self._host.num_prompt[slot] :].tolist())
-        except GrammarError:
-            self._host.status[slot] = STATUS_BAD_TOKEN
+        except GrammarError as error:
+            self._host.fail(slot, error)
 
     def has_any(self, slots: Iterable[int]) -> bool:
         """Whether some row needs its mask: then this step waits for the tokens of the one before."""
@@ -50,8 +50,8 @@ class GrammarRows:
         for row in np.flatnonzero(rows.num_given).tolist():
             self._accept_given(rows, row)
         masks = np.empty((len(rows.slots), self._mask_words), np.int32)
-        for failed in self._grammars.fill(masks, rows.slots.tolist()):
-            self._fail(rows, failed)
+        for failed, error in self._grammars.fill(masks, rows.slots.tolist()).items():
+            self._fail(rows, failed, error)
         masks[rows.status != STATUS_OK] = -1  # nobody asks, but something must be allowed
         return masks if drafts is None or not rows.num_drafts.any() else self._behind(rows, drafts, masks)
 
@@ -60,8 +60,8 @@ class GrammarRows:
         for row in np.flatnonzero(rows.samples & (rows.status == STATUS_OK)).tolist():
             try:
                 self._grammars.accept(int(rows.slots[row]), tokens[row][: counts[row]])
-            except GrammarError:
-                self._fail(rows, row)
+            except GrammarError as error:
+                self._fail(rows, row, error)
 
     def _behind(self, rows: GenerateRows, drafts: NDArray[np.int32], first: NDArray[np.int32]) -> NDArray[np.int32]:
         """`first` [R, words] with the lines of drafts. One that the grammar does not allow, and any behind it, may be
@@ -77,13 +77,19 @@ class GrammarRows:
         return masks
 
     def _accept_given(self, rows: GenerateRows, row: int) -> None:
-        line, count = rows.table[row], int(rows.num_given[row])
-        slot, begin = int(line[GEN_SLOT]), int(line[GEN_INPUT_OFFSET])
-        num_old = max(0, int(self._host.num_prompt[slot]) - (int(line[GEN_MAX_LENGTH]) - count))  # still the prompt's
+        """Output among the row's ids, but for what the grammar met in a step that then did not fit."""
+        line, host = rows.table[row], self._host
+        slot, begin, end = int(line[GEN_SLOT]), int(line[GEN_INPUT_OFFSET]), int(line[GEN_MAX_LENGTH])
+        count = int(rows.num_given[row])
+        num_new = max(0, min(count, end - max(int(host.num_prompt[slot]), int(host.num_met[slot]))))
+        host.num_met[slot] = max(end, int(host.num_met[slot]))
         try:
-            self._grammars.accept(slot, rows.input_ids[begin + num_old : begin + count].tolist())
-        except GrammarError:
-            self._fail(rows, row)
+            self._grammars.accept(slot, rows.input_ids[begin + count - num_new : begin + count].tolist())
+        except GrammarError as error:
+            self._fail(rows, row, error)
 
-    def _fail(self, rows: GenerateRows, row: int) -> None:
-        rows.status[row] = self._host.status[rows.slots[row]] = STATUS_BAD_TOKEN
+    def _fail(self, rows: GenerateRows, row: int, error: GrammarError) -> None:
+        slot = int(rows.slots[row])
+        if self._host.status[slot] == STATUS_OK:  # else it has been told
+            self._host.fail(slot, error)
+        rows.status[row] = self._host.status[slot]

@@ -4,6 +4,7 @@ Checks what a scheduler says about slots before anything is launched: a row for 
 write a stranger's cache. Free of torch.
 """
 
+import logging
 from typing import NamedTuple, cast
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 
 from ipc.step import (
     ADMIT_GENERATION,
+    ADMIT_NUM_COMPUTED,
     ADMIT_NUM_PROMPT,
     ADMIT_PARAMS_BYTES,
     ADMIT_PARAMS_OFFSET,
@@ -19,6 +21,7 @@ from ipc.step import (
     GEN_SLOT,
     RELEASE_GENERATION,
     RELEASE_SLOT,
+    STATUS_BAD_PARAMS,
     STATUS_OK,
     StepPlan,
 )
@@ -27,6 +30,7 @@ from ipc.types import SamplingParams
 from rose.batch import Int32s
 
 EMPTY = -1
+_log = logging.getLogger("unusable_params")
 _decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -44,13 +48,19 @@ class HostSlots:
         self.generation = np.full(max_num_seqs, EMPTY, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)  # where output begins
         self.status = np.full(max_num_seqs, STATUS_OK, np.int32)  # what every row of the sequence fails with
+        # tokens that came with prefill rows, as far as penalties have counted them and grammars have met them: further
+        # than they are computed where the step then did not fit
+        self.num_counted = np.zeros(max_num_seqs, np.int64)
+        self.num_met = np.zeros(max_num_seqs, np.int64)
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._step = 0  # the newest, for the log
 
     def clear(self) -> None:
         self.generation[:] = EMPTY
 
     def apply(self, plan: StepPlan, arrays: Arrays) -> list[Occupant]:
         """Releases and admissions of a plan; who is new."""
+        self._step = plan.step
         for slot, generation in _table(arrays, "releases", plan.num_releases)[:, [RELEASE_SLOT, RELEASE_GENERATION]]:
             held = self.generation[slot]
             assert held == generation, f"step {plan.step}: release of slot {slot} under {generation}, it holds {held}"
@@ -58,6 +68,11 @@ class HostSlots:
         return [
             self._admit(line, arrays, plan.step) for line in _table(arrays, "admissions", plan.num_admissions).tolist()
         ]
+
+    def fail(self, slot: int, reason: ValueError) -> None:
+        """Its parameters cannot be followed here: every further row of it fails, alone. The log alone tells why."""
+        self.status[slot] = STATUS_BAD_PARAMS
+        _log.warning("slot %d, by step %d: %s", slot, self._step, reason)
 
     def check_rows(self, table: Int32s, step: int) -> None:
         """table int32 [R, 8] of rows: each for the sequence that is in its slot."""
@@ -71,6 +86,7 @@ class HostSlots:
         params = _decoder.decode(arrays["params"][begin : begin + line[ADMIT_PARAMS_BYTES]].tobytes())
         self.generation[slot] = line[ADMIT_GENERATION]
         self.num_prompt[slot] = line[ADMIT_NUM_PROMPT]
+        self.num_counted[slot] = self.num_met[slot] = line[ADMIT_NUM_COMPUTED]
         self.status[slot] = STATUS_OK
         self.params[slot] = params
         return Occupant(slot, params)

@@ -3,7 +3,8 @@
 Which block belongs to whom is the scheduler's to say; see rose.attention.paged for the layout of one layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from rose.models.config import ModelConfig, ModelError
 
 BLOCK_SIZE = 16  # tokens
 CPU_SHARE = 0.25  # of the memory that is free at the start
+# what a container may have, by either version of the kernel's control groups
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class KVShape(NamedTuple):
@@ -53,11 +56,15 @@ def num_blocks_for(
     return min(num_blocks, each * max_num_seqs)
 
 
-def cpu_budget_bytes() -> int:
-    """A share of the memory that the kernel says is free. Pages are taken when they are first written."""
+def cpu_budget_bytes(limits: Iterable[Path] = _LIMITS) -> int:
+    """A share of the memory that the kernel says is free, or of all that a container may have where that is less.
+
+    `limits`: files with a number of bytes, or "max". Pages are taken when they are first written.
+    """
     with open("/proc/meminfo") as file:
         free_kb = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    return int(free_kb * 1024 * CPU_SHARE)
+    said = [path.read_text().strip() for path in limits if path.is_file()]
+    return int(min([free_kb * 1024, *(int(text) for text in said if text.isdecimal())]) * CPU_SHARE)
 
 
 def cuda_budget_bytes(memory_fraction: float, device: torch.device) -> int:

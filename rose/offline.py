@@ -13,16 +13,17 @@ from ipc.step import STATUS_OK, StepPlan
 from ipc.step_ring import Arrays, encode_layout, local_slots
 from rose.batch import write_plain_rows
 from rose.config import RankConfig
-from rose.encoder_runner import EncoderRunner
+from rose.encoder_loader import EncoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 
 
 class OfflineEncoder:
-    """Runs an EncoderRunner over any number of sequences, as many steps in flight as it allows."""
+    """Runs an encoder over any number of sequences, as many steps in flight as it allows."""
 
     def __init__(self, directory: Path, config: RankConfig | None = None) -> None:
         """Loads the model in `directory`. Raises ModelError."""
-        self._runner = EncoderRunner(directory.name, directory, config or RankConfig())
+        self._runner = ModelRunner(EncoderLoader(directory.name, directory, config or RankConfig()))
         self.facts = self._runner.load()
         self._slots = local_slots(encode_layout(self.facts))
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from ipc.step import (
     ADMIT_INPUT_OFFSET,
     ADMIT_NUM_COMPUTED,
+    ADMIT_SLOT,
     GEN_INPUT_OFFSET,
     RELEASE_SLOT,
-    STATUS_BAD_TOKEN,
     StepPlan,
 )
 from ipc.step_ring import Arrays
@@ -25,17 +25,19 @@ from rose.batch import Int32s
 from rose.generate_batch import GenerateRows, spans
 from rose.grammar_rows import GrammarRows
 from rose.host_slots import HostSlots, Occupant
+from rose.lazy_tensor import as_step_error
+from rose.runner import OutOfMemory
 from rose.sampling.grammar import Grammars
 from rose.sampling.params import UnusableParams
 from rose.sampling.sampler import Sampler
 from rose.slots import RowInputs, Slots
-from rose.speculation.accept import NO_SLOT, Places
+from rose.speculation.accept import NO_SLOT, Places, count_output
 
 
 class Residents:
     """State of `facts.max_num_seqs` slots; `facts.num_blocks` is the dummy block.
 
-    `tokenizer` is the model's tokenizer.json, read when the first grammar comes.
+    `tokenizer` is the model's tokenizer.json, read when the first grammar comes: in the warm-up.
     """
 
     def __init__(self, facts: ModelFacts, device: torch.device, tokenizer: Path) -> None:
@@ -78,12 +80,20 @@ class Residents:
         for occupant, line in zip(newcomers, table, strict=True):
             begin = line[ADMIT_INPUT_OFFSET]
             self.grammars.enter(occupant, ids[begin : begin + line[ADMIT_NUM_COMPUTED]])
-            try:
-                self.sampler.admit(*occupant)
-            except UnusableParams:
-                self.host.status[occupant.slot] = STATUS_BAD_TOKEN  # alone, at its first row
+            self._admit_to_sampling(occupant)
         if self.sampler.needs([slot for slot, _ in newcomers]).penalties:
-            self._observe(self.slots.num_prompt.new_tensor([slot for slot, _ in newcomers])[hits.rows], hits.offsets)
+            self._observe(self.tensor(table[:, ADMIT_SLOT])[hits.rows], hits.offsets)
+
+    def _admit_to_sampling(self, occupant: Occupant) -> None:
+        try:
+            self.sampler.admit(*occupant)
+        except UnusableParams as error:
+            self.host.fail(occupant.slot, error)
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(as_step_error(error), OutOfMemory):
+                raise
+            # the tables of a plan must hold: this sequence alone can do without them
+            self.host.fail(occupant.slot, UnusableParams(f"no memory to count tokens for penalties: {error}"))
 
     # --- the rows of a plan ---------------------------------------------------------------------------------
 
@@ -120,11 +130,17 @@ class Residents:
         return self.slots.inputs(self.tensor(rows.slots), each, rows.max_q_len, rows.max_kv_len)
 
     def observe_prompts(self, rows: GenerateRows, inputs: RowInputs) -> None:
-        """Counts what prefill rows computed, where a penalty asks how often a token was there."""
-        given = np.repeat(rows.num_given > 0, np.diff(rows.cu_seqlens))
-        if self.sampler.needs(rows.slots[rows.num_given > 0].tolist()).penalties:
-            tokens = torch.from_numpy(np.flatnonzero(given)).to(self._device, non_blocking=True)
-            self._observe(inputs.slots[inputs.spans.rows[tokens]], inputs.positions[tokens])
+        """Counts what prefill rows computed, where a penalty asks how often a token was there.
+
+        But for what was counted in a step that then did not fit.
+        """
+        if not self.sampler.needs(rows.slots[rows.num_given > 0].tolist()).penalties:
+            return
+        tokens, token_rows, positions = rows.given
+        slots = rows.slots[token_rows]
+        new = self.tensor(tokens[positions >= self.host.num_counted[slots]])
+        self._observe(inputs.slots[inputs.spans.rows[new]], inputs.positions[new])
+        np.maximum.at(self.host.num_counted, slots, positions + 1)
 
     def wants_prompt_logprobs(self, rows: GenerateRows) -> NDArray[np.int64]:
         """Which of the step's tokens answer how likely the next one was: all of a prompt's whose params ask."""
@@ -133,6 +149,11 @@ class Residents:
             params = self.host.params[rows.slots[row]]
             asks[row] = params is not None and params.prompt_logprobs is not None
         return np.flatnonzero(np.repeat(asks, np.diff(rows.cu_seqlens)))
+
+    def count_output(self, rows: GenerateRows, places: Places, tokens: Tensor, num_new: Tensor) -> None:
+        """New tokens, for penalties: tokens int32 [R, k + 1], of which the first `num_new` count."""
+        needs = self.sampler.needs(rows.slots[rows.samples].tolist())
+        count_output(self.sampler, places, tokens, num_new, needs)
 
     def advance(self, rows: GenerateRows, inputs: RowInputs, tokens: Tensor, num_new: Tensor) -> Tensor:
         """The step is over: see Slots.advance."""

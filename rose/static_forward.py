@@ -14,15 +14,23 @@ from torch import Tensor, nn
 from rose.attention.interface import Attend
 from rose.attention.paged import PagedRows
 from rose.decoder import LanguageModel
-from rose.graph_policy import GraphKey, padded_seqs, padded_tokens
+from rose.graph_policy import SMALL_STEP, GraphKey, padded_seqs
 from rose.slots import RowInputs, Slots
 from rose.static_decoder import DecodeBatch
 
-MAX_TOKENS = 512  # of a step that is worth a graph, unless set
+MAX_TOKENS = 1024  # of a step that is worth a graph, unless set: Llama 8B's launches take as long as 1300 tokens
+_FINE_TOKENS = 512  # up to here in small steps, above in twice as large ones, so that there are not too many graphs
+
+
+def small_tokens(num_tokens: int) -> int:
+    """How many tokens a small step is padded to."""
+    step = SMALL_STEP if num_tokens <= _FINE_TOKENS else 2 * SMALL_STEP
+    return -(-num_tokens // step) * step
 
 
 class StaticForward:
-    """For steps of up to `max_tokens`. `run` takes a key through the graphs, which call `forward`."""
+    """For steps of up to `max_tokens`. `hidden`: size and dtype of a token's hidden state. `run` takes a key through
+    the graphs, which call `forward`."""
 
     def __init__(
         self,
@@ -31,13 +39,14 @@ class StaticForward:
         *,
         max_tokens: int,
         max_num_seqs: int,
+        hidden: tuple[int, torch.dtype],
         attention: str,
         run: Callable[[GraphKey], None],
     ) -> None:
         self._model = model
         self._dummy_place = slots.dummy_block * slots.block_size
         self.max_tokens, self._max_num_seqs, self._attention, self._run = max_tokens, max_num_seqs, attention, run
-        device, num_tokens = slots.ids.device, padded_tokens(max_tokens)
+        device, num_tokens = slots.ids.device, small_tokens(max_tokens)
         self._input_ids, self._positions, self._slot_mapping = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         )
@@ -45,7 +54,7 @@ class StaticForward:
         self._kv_lengths = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_num_seqs, slots.block_table.shape[1], dtype=torch.int32, device=device)
         self._max_kv_len = slots.ids.shape[1]
-        self._hidden: dict[GraphKey, Tensor] = {}
+        self._hidden = torch.zeros(num_tokens, hidden[0], dtype=hidden[1], device=device)
 
     def __call__(self, batch: RowInputs, attend: Attend) -> Tensor:
         """Hidden states [T, H]; of a small step they last until the next one."""
@@ -55,7 +64,7 @@ class StaticForward:
         key = self.key(num_rows, num_tokens)
         self._fill(key, batch)
         self._run(key)
-        return self._hidden[key][:num_tokens]
+        return self._hidden[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, V]."""
@@ -63,7 +72,7 @@ class StaticForward:
 
     def key(self, num_rows: int, num_tokens: int) -> GraphKey:
         rows = padded_seqs(num_rows, self._max_num_seqs)
-        return GraphKey("encode", rows, padded_tokens(num_tokens), 0, self._attention)
+        return GraphKey("encode", rows, small_tokens(num_tokens), 0, self._attention)
 
     def fits(self, key: GraphKey) -> bool:
         """Whether steps can have this key."""
@@ -82,9 +91,9 @@ class StaticForward:
 
     @torch.inference_mode()
     def forward(self, key: GraphKey, attend: Attend) -> None:
-        """Enqueues the pass over the buffers; of a graph, every replay leaves the hidden states in the same place."""
+        """Enqueues the pass over the buffers."""
         batch = DecodeBatch(self._input_ids[: key.num_tokens], self._positions[: key.num_tokens])
-        self._hidden[key] = cast(nn.Module, self._model)(batch, attend)
+        self._hidden[: key.num_tokens] = cast(nn.Module, self._model)(batch, attend)  # a graph keeps no memory for it
 
     def clear(self, key: GraphKey) -> None:
         """Makes the buffers a step of nobody's tokens."""

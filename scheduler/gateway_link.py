@@ -195,6 +195,7 @@ class GatewayLink:
         if self._gateways.pop(gateway.incarnation, None) is None:
             return
         self._stats.num_undeliverable += len(gateway.backlog)
+        gateway.backlog.clear()  # what else is meant for it is counted when sending fails
         self._log("gateway_gone", gateway=f"{gateway.incarnation:x}", reason=reason)
         self._events.on_abort(gateway.incarnation, None, "its gateway is gone")
 

@@ -145,5 +145,6 @@ def _float32(value: float) -> float:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, ensure_ascii=False, indent=None if len(content) > 30 else 1) + "\n")
+    text = json.dumps(content, ensure_ascii=False, indent=None if len(content) > 30 else 1)
+    partial.write_text(f"{text}\n", encoding="utf-8")
     os.replace(partial, path)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from bench.micro.gpu_timing import BYTES_PER_S, attempt, graph_us, num_copies, relative_error
 from rose.attention.paged import PagedKV
+from rose.kernels.launch import next_power_of_2
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 
 DEVICE, BF16, BLOCK_SIZE, HEAD_DIM = "cuda", torch.bfloat16, 16, 128
 TOLERANCE = 1e-2
+SERVED_KEYS = 8192  # that a row can ever have
 _WORKSPACE_BYTES = 128 << 20
 
 
@@ -102,7 +104,7 @@ def timed(point: Point, data: Data, attend: Callable[[Layer], Tensor]) -> dict[s
     return found
 
 
-def by_triton(point: Point, data: Data, splits: Splits | None) -> dict[str, Any]:
+def by_triton(point: Point, data: Data, splits: Splits) -> dict[str, Any]:
     def attend(layer: Layer) -> Tensor:
         return paged_attention(
             layer.q, *layer.cache, data.cu_seqlens_q, data.kv_lengths, data.table,
@@ -135,20 +137,20 @@ def by_flashinfer(point: Point, data: Data) -> dict[str, Any]:
 
 
 def variants(point: Point) -> Iterator[tuple[str, Callable[[Data], dict[str, Any]]]]:
-    yield "triton", lambda data: by_triton(point, data, None)
+    """Our launch as a server of long sequences makes it, and what lies around it."""
+    tile_rows = next_power_of_2(max(16, point.num_heads // point.num_kv_heads * point.q))
+    base = default_splits(point.num_rows, point.num_kv_heads, HEAD_DIM, SERVED_KEYS, tile_rows)
+    yield "triton", lambda data: by_triton(point, data, base)
     yield "flashinfer tc", lambda data: by_flashinfer(point, data)
     if point.q not in (1, 5):
         return
-    base = default_splits(point.num_rows, point.num_kv_heads, HEAD_DIM, point.context)
-    tiles = ((64, 4, 5), (32, 4, 5), (128, 4, 3)) if point.q == 1 else ((64, 4, 5), (32, 4, 5))
-    for block_n, num_warps, num_stages in tiles:
-        splits = base._replace(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-        yield _named(splits), lambda data, s=splits: by_triton(point, data, s)
+    others = [base._replace(block_n=n, num_warps=warps) for n, warps in ((64, 4), (128, 4), (128, 8))]
+    others.append(base._replace(num_stages=5))
     for factor in (0.5, 2):
-        num_splits = max(1, int(base.num_splits * factor))
-        min_keys = max(64, int(base.min_keys / factor))
-        if (num_splits, min_keys) != base[:2]:
-            splits = base._replace(num_splits=num_splits, min_keys=min_keys)
+        min_keys = max(base.block_n, int(base.min_keys / factor))
+        others.append(base._replace(num_splits=max(1, int(base.num_splits * factor)), min_keys=min_keys))
+    for splits in dict.fromkeys(others):
+        if splits != base:
             yield _named(splits), lambda data, s=splits: by_triton(point, data, s)
 
 
@@ -165,14 +167,14 @@ def measure(only: str, left: Callable[[], float]) -> list[dict[str, Any]]:
         for name, run in variants(point):
             record = attempt({"case": point.name, "variant": name}, lambda r=run, d=data: r(d))  # type: ignore[misc]
             records.append(record | {"point": tuple(point)})
-        best = sorted((r for r in records if r["case"] == point.name and _is_right(r)), key=lambda r: r["us"])
+        best = sorted((r for r in records if r["case"] == point.name and is_right(r)), key=lambda r: r["us"])
         print(
             f"{point.name:36s} floor {point.floor_us:6.1f}  "
             + "; ".join(f"{r['variant']} {r['us']:.1f}" for r in best[:5]),
             flush=True,
         )
         for record in records:
-            if record["case"] == point.name and not _is_right(record):
+            if record["case"] == point.name and not is_right(record):
                 print(f"   {record['variant']}: {record.get('error', record.get('error_vs_fp32'))}", flush=True)
         del data
         torch.cuda.empty_cache()
@@ -183,7 +185,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     """A line a point: our default, the other backend, our best launch."""
     lines = []
     for case in dict.fromkeys(record["case"] for record in records):
-        right = {r["variant"]: r["us"] for r in records if r["case"] == case and _is_right(r)}
+        right = {r["variant"]: r["us"] for r in records if r["case"] == case and is_right(r)}
         ours = {name: us for name, us in right.items() if name.startswith("triton")}
         if ours:
             best = min(ours, key=lambda name: ours[name])
@@ -198,5 +200,5 @@ def _named(splits: Splits) -> str:
     return "triton " + "/".join(map(str, splits))
 
 
-def _is_right(record: dict[str, Any]) -> bool:
+def is_right(record: dict[str, Any]) -> bool:
     return record.get("error_vs_fp32", 1.0) < TOLERANCE

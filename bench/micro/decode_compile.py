@@ -19,6 +19,7 @@ from rose.graph_policy import GraphKey
 from rose.kernels.accept import accept_drawn, accept_draws
 from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
+from rose.kernels.launch import next_power_of_2
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
 from rose.kernels.sampling import TritonOps
@@ -101,7 +102,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for heads in HEADS:
         for q in (1, 5):
             others = SPLITS if heads == HEADS[0] else ()
-            for splits in dict.fromkeys((default_splits(8, heads[1], heads[2], 8192), *others)):
+            tile_rows = max(16, next_power_of_2(heads[0] // heads[1] * q))
+            for splits in dict.fromkeys((default_splits(8, heads[1], heads[2], 8192, tile_rows), *others)):
                 name = f"attend {'/'.join(map(str, heads))} q{q} {splits[2:]}"
                 yield name, lambda a=(heads, q, splits): attend(*a)
         yield f"prefill {heads}", lambda h=heads: prefill(h)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.micro import decode_attention, decode_products
-from bench.micro.gpu_timing import BYTES_PER_S, attempt, save, versions
+from bench.micro.gpu_timing import BYTES_PER_S, FLOP_PER_S, attempt, save, versions
 from bench.micro.random_decoders import BF16, GREEDY, Pass, Seated, llama_8b, random_model
 from ipc.types import SamplingParams
 from rose.attention.paged_reference import ReferencePagedBackend
@@ -34,6 +34,7 @@ from rose.layers.kernel_layers import use_kernels
 ROWS = (1, 8, 32, 128)
 CONTEXT = 512
 PLAIN_MS = {1: 4.74, 8: 5.06, 32: 5.60, 128: 7.93}  # the best plain graph of library kernels measured before
+PEER_PROMPT_MS = {512: 14.9, 8192: 211.0}  # to its first token
 PEER_MS = {1: 4.961, 8: 5.120, 32: 5.817, 128: 8.377}  # vLLM 0.22.0, time per output token
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
 PARTS = ("correct", "step", "profile", "prefill", "products", "attention")  # what may fault comes last
@@ -90,8 +91,8 @@ def correct() -> dict[str, Any]:
 
 
 def replay_ms(bench: Seated, num_rows: int, replays: int = 21) -> float:
-    """Median of a captured step's replays, two warm-ups before."""
-    bench.seat()
+    """Median of a captured step's replays, two warm-ups before. Each is a step, the middle one behind CONTEXT."""
+    bench.seat([CONTEXT - 6 - replays // 2] * bench.facts.max_num_seqs)
     bench.tokens(num_rows, 4)
     needs = bench.decoder.residents.sampler.needs(list(range(num_rows)))
     graph = bench.decoder.graphs.graph(bench.decoder.key(num_rows, needs))
@@ -108,8 +109,9 @@ def replay_ms(bench: Seated, num_rows: int, replays: int = 21) -> float:
 
 
 def queued_ms(bench: Seated, num_rows: int) -> dict[str, float]:
-    """Steps as a scheduler sends them, two in flight: wall time of each, what of it the launch took the host."""
-    bench.seat()
+    """Steps as a scheduler sends them, two in flight, CONTEXT behind them on average: wall time of each, what of it the
+    launch took the host."""
+    bench.seat([CONTEXT - 4 - NUM_QUEUED // 2] * bench.facts.max_num_seqs)
     bench.tokens(num_rows, 4, in_flight=2)
     launching: list[float] = []
     pending, started = [], time.perf_counter()
@@ -176,8 +178,8 @@ def kernels(left: Left) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for enabled in (True, False):
         use_pdl(enabled)
-        bench = Seated(llama_8b(), whole_model(), num_seqs=32, context=CONTEXT, room=256)
-        for num_rows in (1, 32):
+        bench = Seated(llama_8b(), whole_model(), num_seqs=128, context=CONTEXT, room=256)
+        for num_rows in (1, 32, 128):
             if left() <= 0:
                 break
             milliseconds = replay_ms(bench, num_rows)
@@ -211,23 +213,48 @@ def by_kernel(bench: Seated, num_rows: int) -> list[tuple[str, int, int]]:
 
 
 def prefill(left: Left) -> list[dict[str, Any]]:
-    """The forward pass of a whole prompt, launched kernel by kernel."""
-    config, records = llama_8b(), []
-    one = Pass(config, whole_model(), TritonPagedBackend(), BF16, num_rows=1, blocks_per_row=512)
-    for num_tokens in (512, 2048, 8192):
+    """A whole prompt as one step, from launch to token: small ones are graphs, the others launched kernel by kernel."""
+    bench = Seated(llama_8b(), whole_model(), num_seqs=1, context=1, room=8192)
+    records = []
+    for num_tokens in (128, 512, 1024, 2048, 8192):
         if left() <= 0:
             break
-        ids = [torch.randint(0, config.vocab_size, (num_tokens,))]
-        times = []
-        for _ in range(4):
-            torch.cuda.synchronize()
+        times, launching = [], []
+        for _ in range(5):
+            bench.seat()
             started = time.perf_counter()
-            one.hidden(ids, [0])
-            torch.cuda.synchronize()
+            lazy = bench.prompt(num_tokens)
+            launching.append((time.perf_counter() - started) * 1e3)
+            while not lazy.ready():
+                pass
             times.append((time.perf_counter() - started) * 1e3)
-        records.append({"tokens": num_tokens, "ms": min(times)})
-        print(f"   prompt of {num_tokens}: {min(times):.1f} ms")
+        record = {
+            "tokens": num_tokens,
+            "ms": min(times),
+            "launch_ms": min(launching),
+            "floor_ms": prompt_ms(num_tokens),
+        }
+        record |= {"peer_ms": PEER_PROMPT_MS.get(num_tokens)}
+        records.append(record)
+        print(f"   {prompt_line(record)}", flush=True)
+    bench.close()
     return records
+
+
+def prompt_ms(num_tokens: int) -> float:
+    """The products and causal attention of a prompt at the peak rate."""
+    config = llama_8b()
+    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
+    flops = config.num_hidden_layers * num_tokens * (2.0 * layer + 2.0 * num_tokens * heads)
+    return flops / FLOP_PER_S * 1e3
+
+
+def prompt_line(record: dict[str, Any]) -> str:
+    return (
+        f"prompt of {record['tokens']:5d}: {record['ms']:6.1f} ms, launched in {record['launch_ms']:.1f}  "
+        f"floor {record['floor_ms']:.1f}  vLLM {record['peer_ms']}"
+    )
 
 
 def main() -> None:
@@ -270,7 +297,7 @@ def main() -> None:
     for line in decode_attention.summary(document.get("attention", {}).get("result", [])):
         print(line)
     for record in document.get("prefill", {}).get("result", []):
-        print(f"prompt of {record['tokens']}: {record['ms']:.1f} ms")
+        print(prompt_line(record))
     print(f"total {time.perf_counter() - begin:.0f} s")
 
 

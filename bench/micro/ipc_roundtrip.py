@@ -1,4 +1,4 @@
-"""A round trip between two processes: arrays as ZeroMQ frames behind the header, against arrays in the step ring.
+"""A round trip between two processes: arrays as frames behind the header, against arrays in the step ring.
 
     python -m bench.micro.ipc_roundtrip --out
 
@@ -174,7 +174,7 @@ def main() -> None:
             context.term()
             ring.close()
     into.notes.append(
-        "ours: header by ZeroMQ, arrays in the step ring; peer: header and arrays in one ZeroMQ message; "
+        "ours: header by Unix socket, arrays in the step ring; peer: header and arrays in one message; "
         f"{args.turns} turns each, one round trip in flight, payload both ways"
     )
     into.details["layout"] = msgspec.to_builtins(LAYOUT)

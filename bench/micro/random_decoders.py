@@ -15,6 +15,7 @@ from ipc.step import (
     GEN_SAMPLE,
     GEN_SLOT,
     KIND_DECODE,
+    KIND_PREFILL,
     StepPlan,
 )
 from ipc.step_ring import Arrays, StepRing, generate_layout
@@ -132,6 +133,17 @@ class Seated:
         self._step += 1
         plan = StepPlan(1, self._step, slot, "generate", num_seqs=num_rows, last_applied=self._step - 1)
         return self.decoder.generate(plan, arrays), arrays
+
+    def prompt(self, num_tokens: int) -> LazyTensor:
+        """A prompt of so many tokens into the first slot, as one step. Seat sequences of one token before."""
+        arrays = self.ring.slot(0)
+        arrays["rows"][0] = 0, 1, num_tokens, KIND_PREFILL, 1, 0, 0, num_tokens
+        arrays["input_ids"][:num_tokens] = np.arange(num_tokens) % self.facts.vocab_size
+        self._step += 1
+        plan = StepPlan(
+            1, self._step, 0, "generate", num_seqs=1, num_tokens=num_tokens, last_applied=self._step - 1
+        )  # fmt: skip
+        return self.decoder.generate(plan, arrays)
 
     def run(self, num_rows: int, slot: int = 0) -> list[int]:
         """One step from launch to tokens on the host."""

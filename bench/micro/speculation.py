@@ -23,7 +23,8 @@ from ipc.step_ring import generate_layout, local_slots
 from ipc.submit import Submit
 from ipc.types import SamplingParams
 from rose.config import RankConfig, SpeculationConfig
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 from scheduler.config import SchedulerConfig
 from scheduler.llm.planner import GeneratePlanner
@@ -35,8 +36,10 @@ CHAT = "<|im_start|>user\nSummarise in the words of the text:\n{}<|im_end|>\n<|i
 Measured = tuple[float, float]  # tokens/s, mean accepted length
 
 
-def load(directory: Path, speculation: SpeculationConfig, num_threads: int | None) -> DecoderRunner:
-    runner = DecoderRunner("bench", directory, RankConfig(num_threads=num_threads, speculation=speculation))
+def load(directory: Path, speculation: SpeculationConfig, num_threads: int | None) -> ModelRunner:
+    runner = ModelRunner(
+        DecoderLoader("bench", directory, RankConfig(num_threads=num_threads, speculation=speculation))
+    )
     runner.load()
     return runner
 
@@ -49,7 +52,7 @@ def make_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
     return [tokenizer.encode(CHAT.format(text)).ids for text in texts]
 
 
-def run(runner: DecoderRunner, prompts: list[list[int]], num_tokens: int) -> Measured:
+def run(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> Measured:
     """All at once, from the first step to the last; nothing is in the prefix cache before."""
     runner.attach(None)
     stats = Stats("bench/0")

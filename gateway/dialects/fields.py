@@ -9,7 +9,6 @@ from msgspec import Meta, Raw, Struct
 from gateway.errors import InvalidRequest
 from gateway.tasks import Text
 
-MAX_DEPTH = 64
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | list[str | TokenId | list[TokenId]]
@@ -63,21 +62,11 @@ def refuse_unknown(kind: type[Struct], body: bytes) -> None:
             raise InvalidRequest(text, param=name[:100], code="unsupported")
 
 
-def check_depth(name: str, value: Any) -> None:
-    """For values of any kind that templates are given. Raises InvalidRequest."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise InvalidRequest(f"{name} is nested deeper than {MAX_DEPTH} levels", param=name)
-        children = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [item for child in children for item in child if isinstance(item, dict | list)]
-
-
 def read_texts(field: str, value: Texts) -> list[Text]:
     """A string, a list of strings, token ids, or a list of token ids, as a list. Raises InvalidRequest."""
     if isinstance(value, str):
-        _check_text(field, value)
+        if not value:
+            raise InvalidRequest(f"{field} is an empty string; put some text in", param=field)
         return [value]
     if not value:
         raise InvalidRequest(f"{field} is empty; give at least one text", param=field)

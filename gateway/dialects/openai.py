@@ -1,6 +1,8 @@
 """OpenAI's /v1/embeddings and /v1/models, with this server's own `truncate` and `prompt_name`."""
 
-from base64 import b64encode
+from binascii import b2a_base64
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -9,7 +11,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from gateway.dialects.fields import Texts, decode, read_texts, refuse_unsupported
 from gateway.errors import InvalidRequest
-from gateway.tasks import EmbedOutcome, EmbedTask, Rows
+from gateway.tasks import EmbedOutcome, EmbedTask
 from ipc.types import OutputSpec, VectorDType
 
 FORMATS: dict[str, VectorDType] = {
@@ -19,6 +21,8 @@ FORMATS: dict[str, VectorDType] = {
     "base64_binary": "binary",  # one bit a dimension
 }
 UNSUPPORTED = ("input_type", "late_chunking", "truncate_prompt_tokens", "output_dtype", "embedding_type")
+_unsupported = attrgetter(*UNSUPPORTED)
+_NONE_GIVEN = (UNSET,) * len(UNSUPPORTED)
 
 
 class EmbeddingsBody(Struct):
@@ -42,7 +46,8 @@ _decoder = msgspec.json.Decoder(EmbeddingsBody)
 def parse_embeddings(body: bytes) -> EmbedTask:
     """Raises InvalidRequest."""
     fields = decode(_decoder, body)
-    refuse_unsupported(fields, UNSUPPORTED)
+    if _unsupported(fields) != _NONE_GIVEN:
+        refuse_unsupported(fields, UNSUPPORTED)
     format = "float" if fields.encoding_format is None else fields.encoding_format
     if format not in FORMATS:
         text = f"encoding_format is {format[:50]!r}; it may be {', '.join(FORMATS)}"
@@ -61,7 +66,11 @@ def parse_embeddings(body: bytes) -> EmbedTask:
 
 
 def render_embeddings(task: EmbedTask, outcome: EmbedOutcome) -> bytes:
-    vectors = _floats(outcome.rows) if task.encoding == "float" else _base64(outcome.rows)
+    vectors: Iterable[Any]
+    if task.encoding == "float":
+        vectors = outcome.rows.matrix("<f4")
+    else:
+        vectors = [b2a_base64(row, newline=False).decode("ascii") for row in outcome.rows]
     return orjson.dumps(
         {
             "object": "list",
@@ -79,11 +88,3 @@ def render_models(names: list[str], created: int, max_lengths: dict[str, int | N
         for name in names
     ]
     return orjson.dumps({"object": "list", "data": data})
-
-
-def _floats(rows: Rows) -> list[Any]:
-    return list(rows.matrix("<f4"))
-
-
-def _base64(rows: Rows) -> list[str]:
-    return [b64encode(row).decode("ascii") for row in rows]

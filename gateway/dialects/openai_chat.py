@@ -6,18 +6,20 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from gateway.dialects.fields import check_depth, decode, refuse_unknown
+from gateway.dialects.fields import decode, refuse_unknown
 from gateway.dialects.openai_messages import Message, read_messages
 from gateway.dialects.openai_sampling import (
     Positive,
     SamplingBody,
     read_include_usage,
+    read_left_open,
     read_sampling,
     read_stop,
     usage_object,
 )
 from gateway.dialects.openai_structure import read_structure
 from gateway.errors import InvalidRequest
+from gateway.schema_bounds import check_depth
 from gateway.tasks import ChatPrompt, GenerateOutcome, GenerateTask, Head, Piece, TokenInfo, ToolUse, Usage
 from gateway.tool_calls import ArgumentsDelta, CallStart
 from gateway.tools import read_tool_choice, read_tools
@@ -53,6 +55,7 @@ def parse_chat(body: bytes) -> GenerateTask:
         prompts=[],
         chat=_read_prompt(fields, tools),
         sampling=read_sampling(fields, _read_logprobs(fields)),
+        left_open=read_left_open(fields),
         structure=structure,
         tools=tools,
         n=fields.n or 1,
@@ -68,7 +71,7 @@ def parse_chat(body: bytes) -> GenerateTask:
 
 def _read_prompt(fields: ChatBody, tools: ToolUse | None) -> ChatPrompt:
     messages = read_messages(fields.messages)
-    check_depth("chat_template_kwargs", fields.chat_template_kwargs or {})
+    check_depth(fields.chat_template_kwargs or {}, "chat_template_kwargs")
     going_on = bool(fields.continue_final_message)
     if going_on:
         if fields.add_generation_prompt:
@@ -90,7 +93,7 @@ def _read_tools(fields: ChatBody) -> ToolUse | None:
     """None where the model is to call nothing; the tools are checked all the same."""
     tools = read_tools(fields.tools or [])
     for i, tool in enumerate(fields.tools or ()):
-        check_depth(f"tools[{i}]", tool)
+        check_depth(tool, f"tools[{i}]")
     choice = read_tool_choice(fields.tool_choice, tools)
     if choice.mode == "none":
         return None

@@ -10,6 +10,7 @@ from gateway.dialects.fields import Texts, decode, read_texts, refuse_unknown
 from gateway.dialects.openai_sampling import (
     SamplingBody,
     read_include_usage,
+    read_left_open,
     read_sampling,
     read_stop,
     usage_object,
@@ -41,6 +42,7 @@ def parse_completions(body: bytes) -> GenerateTask:
         model=fields.model,
         prompts=read_texts("prompt", fields.prompt),
         sampling=read_sampling(fields, fields.logprobs, fields.logprobs if echo else None),
+        left_open=read_left_open(fields),
         n=fields.n or 1,
         max_tokens=fields.max_tokens,
         usual_max_tokens=USUAL_MAX_TOKENS,

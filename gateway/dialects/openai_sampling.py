@@ -7,10 +7,12 @@ from msgspec import Meta, Struct
 from gateway.dialects.fields import TokenId
 from gateway.dialects.openai_structure import StructureBody
 from gateway.errors import InvalidRequest
+from gateway.generation_defaults import WITH_DEFAULTS
 from gateway.tasks import Usage
 from ipc.types import SamplingParams
 
 MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 112  # ranks mask 128 ends of a text until min_tokens are there, the model's own among them
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -39,7 +41,7 @@ class SamplingBody(StructureBody, kw_only=True):
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: NotNegative | None = None
@@ -76,6 +78,10 @@ def read_sampling(fields: SamplingBody, logprobs: int | None, prompt_logprobs: i
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
     )
+
+
+def read_left_open(fields: SamplingBody) -> frozenset[str]:
+    return frozenset(name for name in WITH_DEFAULTS if getattr(fields, name) is None)
 
 
 def read_stop(fields: SamplingBody) -> list[str]:

@@ -1,7 +1,8 @@
 """Our own attention over a paged cache, in Triton. Lengths and block tables are read on the device: nothing to plan.
 
 Steps of rows with few queries (decode, verify) and of longer ones have a kernel each; a step with prompts launches
-both, over the same rows: those of one query go to the kernel that divides their keys among programs.
+both, over the same rows: those of one query go to the kernel that divides their keys among programs. A prompt alone
+needs but one.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class TritonPaged:
         where = (cache.k, cache.v, rows.cu_seqlens_q, rows.kv_lengths, rows.block_table)
         short = rows.max_q_len if rows.max_q_len <= MAX_SHORT else 1
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if rows.max_q_len > MAX_SHORT and len(rows.kv_lengths) == 1:
+            return paged_prefill(q, *where, scale=shape.scale, out=out)
         if rows.max_q_len > MAX_SHORT:
             paged_prefill(q, *where, scale=shape.scale, min_q_len=short + 1, out=out)
         paged_attention(q, *where, scale=shape.scale, max_q_len=short, out=out)

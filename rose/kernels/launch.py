@@ -5,6 +5,7 @@ finished and its writes are visible. So every kernel launched this way waits bef
 kernel's output and before its first write; only constants (weights) may be touched earlier.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ def use_pdl(enabled: bool) -> None:
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
     """Launch arguments of a kernel that has the constexpr `PDL`."""
-    if not (_state["pdl"] and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= _PDL_CAPABILITY):
+    if not (_state["pdl"] and tensor.is_cuda and _has_pdl(tensor.device)):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
 
 
 def next_power_of_2(n: int) -> int:

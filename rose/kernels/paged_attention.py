@@ -25,7 +25,7 @@ _MIN_TILE_ROWS = 16  # of a tensor-core product
 
 
 class Splits(NamedTuple):
-    """A launch: parts of a row at most, keys of a part at least (a multiple of block_n), keys of a tile, warps, depth
+    """A launch: parts of a row at most, keys of a part at least (they are whole tiles), keys of a tile, warps, depth
     of the software pipeline."""
 
     num_splits: int
@@ -35,17 +35,22 @@ class Splits(NamedTuple):
     num_stages: int
 
 
-def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: int) -> Splits:
-    """Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have.
+def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: int, tile_rows: int) -> Splits:
+    """After measurements on an H200 (bench/results/2026-11-30_h200_decode.md).
 
-    Few rows: parts as short as a tile, to have programs for the whole device. Many rows: long parts, so that typical
-    rows have one, but enough of them that a single long row does not hold up the step.
+    Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have;
+    `tile_rows`: queries of a row times heads that share a KV head. Few rows: parts as short as a tile, to have programs
+    for the whole device. Many rows: long parts, so that typical rows have one, but enough of them that a single long
+    row does not hold up the step. The more there is to write of a part, the fewer.
     """
     programs = max(1, num_rows * num_kv_heads)
-    min_keys = 64 if programs <= 128 else 256 if programs <= 512 else 512
+    narrow, few = tile_rows <= _MIN_TILE_ROWS, programs <= 16
+    block_n = 128 if narrow and head_dim == 128 else 64
+    min_keys = block_n if few else 128 if programs <= 128 else 512 if programs <= 512 else 1024
     num_splits = max(_MIN_SPLITS, min(_MAX_SPLITS, next_power_of_2(-(-_PROGRAMS // programs))))
+    num_splits = num_splits if narrow or few else num_splits // 2
     num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
-    return Splits(num_splits, min_keys, 64, 4, 3 if head_dim >= 128 else 5)
+    return Splits(num_splits, min_keys, block_n, 4, 3 if head_dim >= 128 else 5)
 
 
 @triton.jit
@@ -161,24 +166,25 @@ def paged_attention(
     assert max_q_len <= MAX_SHORT, f"rows of {max_q_len} queries: use paged_prefill for rows of over {MAX_SHORT}"
     assert q.stride()[1:] == (head_dim, 1), "heads must be contiguous within a token: pass views of the projections"
     assert {k_cache.is_contiguous(), v_cache.is_contiguous(), block_table.stride(1) == 1} == {True}
+    group = num_heads // num_kv_heads
+    tile_rows = max(_MIN_TILE_ROWS, next_power_of_2(group * max_q_len))
     if splits is None:
-        splits = default_splits(num_rows, num_kv_heads, head_dim, block_table.shape[1] * block_size)
+        splits = default_splits(num_rows, num_kv_heads, head_dim, block_table.shape[1] * block_size, tile_rows)
     out = q.new_empty(q.shape) if out is None else out
     divided = splits.num_splits > 1
     part = q.new_empty((splits.num_splits, *q.shape), dtype=torch.float32) if divided else out
     logarithm = q.new_empty((splits.num_splits, num_tokens, num_heads), dtype=torch.float32) if divided else out
-    group = num_heads // num_kv_heads
     shape = {"HEAD_DIM": head_dim, "BLOCK_N": splits.block_n, **pdl(q)}
     _attend_part_kernel[(num_kv_heads, num_rows, splits.num_splits)](
         q, k_cache, v_cache, out, part, logarithm, cu_seqlens_q, kv_lengths, block_table,
         num_tokens, max_q_len, splits.num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,
-        GROUP=group, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size,
-        BLOCK_M=max(_MIN_TILE_ROWS, next_power_of_2(group * max_q_len)),
+        GROUP=group, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_M=tile_rows,
         STAGES=splits.num_stages, num_warps=splits.num_warps, **shape,
     )  # fmt: skip
     if divided:
         _merge_kernel[(num_heads, num_rows * max_q_len)](
             out, part, logarithm, cu_seqlens_q, kv_lengths, num_tokens, max_q_len, splits.min_keys,
-            NUM_HEADS=num_heads, NUM_SPLITS=splits.num_splits, num_warps=4, **shape,
+            NUM_HEADS=num_heads, NUM_SPLITS=splits.num_splits,
+            num_warps=max(1, min(4, splits.num_splits * head_dim // 1024)), **shape,
         )  # fmt: skip
     return out

@@ -85,7 +85,7 @@ def _softmax_block(
     weights = tl.exp2(scores * scale - new_max[:, None])
     correction = tl.exp2(row_max - new_max)
     row_sum = row_sum * correction + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")  # of float32: no TF32
     return acc, new_max, row_sum
 
 

@@ -4,6 +4,7 @@ A grammar is a string as `llguidance.LLMatcher` takes it; the gateway has made a
 bits out. Everything here runs on the host, while a forward pass runs.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"?|; byte .*')
 _NUM_KEPT = 64  # compiled grammars; sequences of one request, and requests with one schema, share theirs
 
 
@@ -30,7 +32,7 @@ class _Matcher:
     def check(self) -> None:
         """Raises GrammarError."""
         if self.matcher.is_error():
-            raise GrammarError(_first_line(self.matcher.get_error()))
+            raise GrammarError(_reason(self.matcher.get_error()))
 
 
 class Grammars:
@@ -101,7 +103,7 @@ class Grammars:
         elif present:
             self._executor = self._executor or LLExecutor()
             fill_next_token_bitmask_par(self._executor, present, bitmask)
-        return {row: GrammarError(_first_line(m.get_error())) for m, row in present if m.is_error()}
+        return {row: GrammarError(_reason(m.get_error())) for m, row in present if m.is_error()}
 
     def fill_ahead(self, bitmask: NDArray[np.int32], slot: int, tokens: Sequence[int]) -> None:
         """What may come after each further one of `tokens`, which are not put out: row i of the mask is after the first
@@ -138,5 +140,6 @@ class Grammars:
         return self._tokenizer
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+def _reason(text: str) -> str:
+    """What llguidance says, without what it quotes of grammars and outputs: that belongs in no log."""
+    return _QUOTED.sub("…", text.partition("\n")[0])

@@ -61,7 +61,7 @@ class Needs(NamedTuple):
     @classmethod
     def union(cls, rows: Iterable["Needs"]) -> "Needs":
         """Of a step with such rows."""
-        return cls(*(any(column) for column in zip(cls(), *rows, strict=True)))
+        return cls(*(any(column) for column in zip(cls(), *set(rows), strict=True)))
 
 
 class Line(NamedTuple):

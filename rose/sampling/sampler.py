@@ -107,8 +107,9 @@ class Sampler:
     ) -> Sampled:
         """Draws a token a row (see `draw`) and counts it as output of its slot; log probabilities if needed."""
         tokens = self.draw(logits, slots, positions, num_output, needs=needs, bitmask=bitmask)
-        self.count(slots, tokens, needs)
-        return Sampled(tokens, *self.logprobs(logits, tokens)) if needs.logprobs else Sampled(tokens)
+        found = self.logprobs(logits, tokens) if needs.logprobs else ()
+        self.count(slots, tokens, needs)  # last: a step that does not fit must not have counted anything
+        return Sampled(tokens, *found)
 
     def draw(
         self,

@@ -47,9 +47,11 @@ class SamplingSlots:
         self.counts: Tensor | None = None
 
     def admit(self, slot: int, params: SamplingParams) -> None:
-        """Raises UnusableParams; the slot is then as it was."""
-        line = make_line(params, self.vocab_size, self._eos_token_ids)
-        self._needs[slot] = Needs.of(params)
+        """Raises UnusableParams, or what `reserve` raises; the slot is then as it was."""
+        line, needs = make_line(params, self.vocab_size, self._eos_token_ids), Needs.of(params)
+        if needs.penalties:
+            self.reserve()
+        self._needs[slot] = needs
         for target, values in (
             (self.table, line.table),
             (self.bias_ids, line.bias_ids),
@@ -59,8 +61,7 @@ class SamplingSlots:
             if len(values):
                 # from pageable memory: the driver takes the bytes before it returns, nobody waits for the device
                 target[slot, : len(values)].copy_(torch.from_numpy(values), non_blocking=True)
-        if self._needs[slot].penalties:
-            self.reserve()
+        if needs.penalties:
             assert self.counts is not None
             self.counts[slot].zero_()
 

@@ -51,7 +51,7 @@ def verify(
     needs: Needs,
     bitmask: Tensor | None = None,
 ) -> Accepted:
-    """Decides a step and counts its new tokens as output.
+    """Decides a step; counts nothing (see `count_output`).
 
     logits float32 [N, V], overwritten unless log probabilities are needed; drafts int32 [R, k] of which the first
     `counts` (int32 [R]) count, and what they were drawn from (float32 [R, k, V]; None: nothing else was possible);
@@ -68,10 +68,14 @@ def verify(
         weights = sampler.weights(logits, *rows, needs=needs, bitmask=bitmask, before=before)
         seeds = sampler.state.table[sampler.state.lines(places.slots)][:, [SEED_LOW, SEED_HIGH]]
         accepted = accept_drawn(weights, seeds, places, drafts, counts, probabilities)
-    if needs.penalties:
-        kept = places.spans.offsets < accepted.num_new[places.spans.rows]
-        sampler.count(torch.where(kept, places.slots, NO_SLOT), at_places(accepted.tokens, places.spans), needs)
     return accepted
+
+
+def count_output(sampler: Sampler, places: Places, tokens: Tensor, num_new: Tensor, needs: Needs) -> None:
+    """The step's new tokens are output from now on: tokens int32 [R, k + 1], of which the first `num_new` count."""
+    if needs.penalties:
+        kept = places.spans.offsets < num_new[places.spans.rows]
+        sampler.count(torch.where(kept, places.slots, NO_SLOT), at_places(tokens, places.spans), needs)
 
 
 def accept_draws(draws: Tensor, spans: Spans, drafts: Tensor, counts: Tensor) -> Accepted:

@@ -110,8 +110,9 @@ class Answers:
         arrays: Arrays,
         taken: Taken,
     ) -> None:
+        is_first = bool(new) and len(sequence.ids) == sequence.num_prompt
         sequence.ids.extend(new)
-        delta: dict[str, object] = {}
+        delta: dict[str, object] = self._costs(sequence) if is_first else {}
         if sequence.params.logprobs is not None:
             delta |= _logprobs(arrays, index, len(new), sequence.params.logprobs)
         if prompt is not None and sequence.params.prompt_logprobs is not None:
@@ -139,13 +140,19 @@ class Answers:
         return lines
 
     def _ending(self, sequence: Sequence, reason: FinishReason) -> dict[str, object]:
-        lanes, lane, request = self._lanes, sequence.lane, sequence.request
+        lanes, lane = self._lanes, sequence.lane
         return {
             "finish_reason": reason,
             "num_prompt_tokens": sequence.num_prompt,
-            "num_cached_tokens": min(sequence.num_cached, sequence.num_prompt),
             "num_draft_tokens": int(lanes.num_drafts[lane]),
             "num_accepted_tokens": int(lanes.num_accepted[lane]),
+        } | self._costs(sequence)
+
+    def _costs(self, sequence: Sequence) -> dict[str, object]:
+        """What it took so far: told with the first token, since a stop string ends it without a terminal delta."""
+        lanes, lane, request = self._lanes, sequence.lane, sequence.request
+        return {
+            "num_cached_tokens": min(sequence.num_cached, sequence.num_prompt),
             "timings": Timings(
                 queue_ms=((request.first_step_at or request.arrival) - request.arrival) * 1000,
                 compute_ms=float(lanes.compute_us[lane]) / 1000,

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from ipc.step import STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
+from ipc.step import STATUS_BAD_PARAMS, STATUS_BAD_TOKEN, STATUS_OK, StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays
 from ipc.submit import Rejected, TokenChunk
 from ipc.types import MAX_ATTEMPTS, ModelFacts
@@ -218,6 +218,10 @@ class GeneratePlanner:
         if status == STATUS_BAD_TOKEN:
             message = f"the prompt has a token id outside the vocabulary of {self.facts.vocab_size}"
             return self.roster.reject(sequence, "invalid", message, 0)
+        if status == STATUS_BAD_PARAMS:
+            what = "sampling parameters" if sequence.params.grammar is None else "grammar or the sampling parameters"
+            message = f"this model cannot follow the {what} asked for: ask for something simpler"
+            return self.roster.reject(sequence, "invalid", message)
         return self.roster.reject(sequence, "non_finite", "the model's output is not finite", 0)
 
     # --- out of memory --------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from scheduler.llm.tables import Tables
 from scheduler.pool import Pool
 from scheduler.sharing import Room
 
+_MAX_PASSED_OVER = 64  # in one step, of those that wait for what others compute: a bound on what looking at them costs
+
 
 class Prefills:
     """Implements scheduler.sharing.Filling for one step. `alone`: of a sequence that stands trial."""
@@ -28,6 +30,7 @@ class Prefills:
         self._tables, self._residents, self._memory, self._pool = tables, residents, memory, pool
         self._now, self._alone = now, alone
         self._closed = False  # the first in line lacks blocks: nobody overtakes it
+        self._computing = residents.computing()
 
     def bulk_since(self) -> float | None:
         first = next(self._unfinished("bulk"), None) or self._pool.first("bulk")
@@ -38,11 +41,18 @@ class Prefills:
         for sequence in list(self._unfinished(priority)):
             if sequence.slot >= 0 and max_seqs > 0 and (count := self.go_on(sequence, max_tokens)):
                 max_seqs, max_tokens = max_seqs - 1, max_tokens - count
+        passed_over: list[Sequence] = []
         while not self._closed and max_seqs > 0 and (waiting := self._pool.first(priority)) is not None:
+            if len(passed_over) < _MAX_PASSED_OVER and self._should_wait(waiting):
+                self._pool.dequeue(waiting)
+                passed_over.append(waiting)
+                continue
             count = self.admit(waiting, max_tokens)
             if not count:
                 break
             max_seqs, max_tokens = max_seqs - 1, max_tokens - count
+        for waiting in reversed(passed_over):
+            self._pool.put_front(waiting)
         return float(before - max_tokens)
 
     def go_on(self, sequence: Sequence, max_tokens: int) -> int:
@@ -52,8 +62,9 @@ class Prefills:
             return 0
         missing = self._residents.num_blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         if not self._memory.reserve(self._tables, sequence, missing, self._alone):
-            self._memory.preempt(sequence)  # it is the last of all: what it holds serves the others
-            return 0
+            if sequence is self._residents.running[-1]:
+                self._memory.preempt(sequence)  # what it holds serves the others
+            return 0  # those behind it have rows in this step; in the next they yield
         return self._add(sequence, count)
 
     def admit(self, sequence: Sequence, max_tokens: int) -> int:
@@ -79,6 +90,10 @@ class Prefills:
         tables.add_blocks(sequence.slot, len(hits), residents.extend(sequence, missing))
         return self._add(sequence, count)
 
+    def _should_wait(self, sequence: Sequence) -> bool:
+        """The choices of one request, say, of which the first has just begun with the prompt that they share."""
+        return bool(self._computing) and self._residents.should_wait(sequence, self._computing, self._tables.step)
+
     def _unfinished(self, priority: Priority) -> Iterator[Sequence]:
         """In slots, with prefill left and no row in this step."""
         stepped = self._residents.lanes.stepped
@@ -99,6 +114,8 @@ class Prefills:
 
     def _add(self, sequence: Sequence, count: int) -> int:
         self._tables.add_prefill(sequence, count, self._residents.lanes)
+        if (name := self._residents.name_computing(sequence)) is not None:
+            self._computing.add(name)
         self.room.num_seqs -= 1
         self.room.num_tokens -= count
         self.room.cost -= count

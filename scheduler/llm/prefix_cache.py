@@ -13,6 +13,7 @@ from scheduler.llm.blocks import BlockPool
 from scheduler.llm.sequence import Sequence
 
 DIGEST_BYTES = 16
+SHARED_TOKENS = 64  # so many are worth waiting for while they are computed for somebody else
 
 
 def find_hits(sequence: Sequence, blocks: BlockPool, block_size: int, lookahead: int) -> list[int]:
@@ -32,6 +33,14 @@ def register(sequence: Sequence, blocks: BlockPool, block_size: int, lookahead: 
     for index in range(sequence.num_registered, num_tokens // block_size):
         blocks.register(sequence.blocks[index], _digest(sequence, index, block_size, lookahead))
         sequence.num_registered = index + 1
+
+
+def next_name(sequence: Sequence, num_blocks: int, end: int, block_size: int, lookahead: int) -> bytes | None:
+    """What the SHARED_TOKENS behind its first `num_blocks` are called, with all before them; None if `end` is before
+    their end, or they are not known yet."""
+    index = num_blocks + max(SHARED_TOKENS // block_size, 1) - 1
+    end = min(end, len(sequence.ids) - lookahead)
+    return _digest(sequence, index, block_size, lookahead) if (index + 1) * block_size <= end else None
 
 
 def _digest(sequence: Sequence, index: int, block_size: int, lookahead: int) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from ipc.types import ModelFacts
 from scheduler.llm.blocks import BlockPool
 from scheduler.llm.lanes import NOWHERE, Ints, Lanes
-from scheduler.llm.prefix_cache import find_hits, register
+from scheduler.llm.prefix_cache import find_hits, next_name, register
 from scheduler.llm.sequence import Sequence
 
 _MAX_GENERATION = 2**31 - 1
@@ -24,6 +24,7 @@ class Residents:
         self.running: list[Sequence] = []  # by `order`
         self.num_bulk = 0
         self._max_num_seqs = facts.max_num_seqs
+        self._num_steps_in_flight = facts.num_steps_in_flight
         self._prefix_cache = prefix_cache
         self._lookahead = min(facts.max_draft_tokens, 1)
         self._generation = 0
@@ -46,6 +47,26 @@ class Residents:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def computing(self) -> set[bytes]:
+        """Names of what will be hit once the rows of steps not answered yet are (prefix_cache.next_name)."""
+        unanswered = (each for each in self.running if each.num_answered < each.num_computed)
+        return {name for each in unanswered if (name := self.name_computing(each)) is not None}
+
+    def name_computing(self, sequence: Sequence) -> bytes | None:
+        if not self._prefix_cache:
+            return None
+        return next_name(sequence, sequence.num_registered, sequence.num_computed, self.block_size, self._lookahead)
+
+    def should_wait(self, sequence: Sequence, computing: set[bytes], step: int) -> bool:
+        """Whether `sequence` enters better after `step`: what it lacks first is being computed for another."""
+        if sequence.params.prompt_logprobs is not None:
+            return False
+        num_hits = len(self.find_hits(sequence))
+        end = len(sequence.ids) - 1
+        if next_name(sequence, num_hits, end, self.block_size, self._lookahead) not in computing:
+            return False
+        return sequence.may_wait(num_hits, step, self._num_steps_in_flight)
 
     def find_hits(self, sequence: Sequence) -> list[int]:
         """Blocks of the prefix cache. Logprobs of the prompt need every token computed."""

@@ -35,6 +35,8 @@ class Sequence:
     prefill_end: int = 0
     num_registered: int = 0  # blocks offered for prefix hits
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    num_awaited: int = -1  # blocks that hit when it began to wait for more, which others compute
+    awaited_since: int = 0  # the step it then was not in
     num_cached: int = -1  # prompt tokens that hit when it first entered a slot
     num_prompt_logprobs: int = 0  # sent
     held: bool = False  # waits for a trial, in no queue
@@ -91,6 +93,12 @@ class Sequence:
     def num_settled(self) -> int:
         """Tokens whose keys and values lie in its blocks for good: the steps that computed them were answered."""
         return len(self.ids) - 1 if len(self.ids) > self.prefill_end else self.num_answered
+
+    def may_wait(self, num_hits: int, step: int, num_steps: int) -> bool:
+        """Whether it may stay out of `step` for more hits: for `num_steps` at a time if nothing comes of it."""
+        if num_hits > self.num_awaited:
+            self.num_awaited, self.awaited_since = num_hits, step
+        return step - self.awaited_since < num_steps
 
     def enter(self, slot: int, hits: list[int], num_hit_tokens: int) -> None:
         """Into a slot, with blocks that hold its first `num_hit_tokens` tokens."""

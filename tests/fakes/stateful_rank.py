@@ -17,6 +17,7 @@ from ipc import step as columns
 from ipc.step import (
     KIND_PREFILL,
     KIND_VERIFY,
+    STATUS_BAD_PARAMS,
     STATUS_BAD_TOKEN,
     STATUS_NON_FINITE,
     STATUS_OK,
@@ -29,6 +30,7 @@ from ipc.types import FinishReason, ModelFacts, SamplingParams
 
 MASK = (1 << 64) - 1
 POISON_SEED = 666  # a sequence with this seed gives no finite token
+UNUSABLE_SEED = 667  # … cannot be followed
 _params = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -181,6 +183,8 @@ class StatefulRank:
             assert slot.num_computed <= row[columns.GEN_MAX_LENGTH], "more tokens than the scheduler's bound"
         if slot.params.seed == POISON_SEED and row[columns.GEN_SAMPLE]:
             status = STATUS_NON_FINITE
+        elif slot.params.seed == UNUSABLE_SEED:
+            status = STATUS_BAD_PARAMS
         self._answer(index, row[columns.GEN_SLOT], slot, status, tokens, num_drafts, arrays)
 
     def _prefill_ids(self, slot: Slot, row: list[int], arrays: Arrays) -> list[int]:

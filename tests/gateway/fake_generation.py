@@ -56,10 +56,10 @@ class Sequence:
             prompt_top_logprobs=[[(3 + (t + k) % 200, logprob(t) - k) for k in range(prompt_k or 0)] for t in rest],
             finish_reason=reason,  # type: ignore[arg-type]
             num_prompt_tokens=len(self.prompt) if reason else 0,
-            num_cached_tokens=len(self.prompt) // 2 if reason else 0,
+            num_cached_tokens=len(self.prompt) // 2 if first or reason else 0,
             num_draft_tokens=self.num_drafts[0] if reason else 0,
             num_accepted_tokens=self.num_drafts[1] if reason else 0,
-            timings=Timings(0.5, 1.5) if reason else None,
+            timings=Timings(0.5, 1.5) if first or reason else None,
         )
 
 

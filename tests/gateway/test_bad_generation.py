@@ -62,7 +62,7 @@ SHARED: list[tuple[str, Any, str | None]] = [
     ("stop_token_ids", [300], None),
     ("stop_token_ids", [-1], "stop_token_ids[0]"),
     ("stop_token_ids", "a", None),
-    ("stop_token_ids", [1] * 129, None),
+    ("stop_token_ids", [1] * 113, None),
     ("min_tokens", -1, None),
     ("min_tokens", 50, None),  # more than max_tokens
     ("max_tokens", 0, None),

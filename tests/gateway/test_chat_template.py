@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gateway import chat_template
@@ -219,6 +219,25 @@ def test_ids_of_a_prompt_equal_transformers() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(FILES["bpe"]))
     expected = tokenizer.apply_chat_template(TALK, chat_template=CHATML, add_generation_prompt=True, return_dict=False)
     assert prompt_ids(TextTokenizer(Tokenizer.from_str(FILES["bpe"])), ours(CHATML).segments(TALK)) == expected
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "in a sequence"])
+@pytest.mark.parametrize("template", [CHATML, "Talk: " + CHATML], ids=["token first", "text first"])
+def test_a_space_before_words_of_sentencepiece_stands_where_transformers_puts_it(
+    scheme: Any, within: bool, template: str
+) -> None:
+    """Since Llama 2 not behind special tokens."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    made.pre_tokenizer = pre_tokenizers.Sequence([metaspace, digits]) if within else metaspace  # type: ignore[list-item]
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    texts = [message["content"] or "" for message in TALK] + ["system user assistant You help. Talk: \n"] * 3
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=200, special_tokens=special, show_progress=False))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(made.to_str()))
+    expected = theirs.apply_chat_template(TALK, chat_template=template, add_generation_prompt=True, return_dict=False)
+    assert prompt_ids(TextTokenizer(made), ours(template).segments(TALK)) == expected
 
 
 def test_what_a_template_can_do() -> None:

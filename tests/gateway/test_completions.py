@@ -58,6 +58,12 @@ async def test_drafts_are_told_in_usage(chat_stack: Stack) -> None:
     }  # fmt: skip
 
 
+async def test_an_empty_prompt_is_not_said_to_be_optional(chat_stack: Stack) -> None:
+    for prompt, told in (("", "prompt is an empty string; put some text in"), (["a", ""], "prompt[1] is an empty str")):
+        status, body = await complete(chat_stack, prompt)
+        assert (status, body["error"]["message"].startswith(told)) == (400, True), body
+
+
 async def test_streams_the_same(chat_stack: Stack) -> None:
     _, body = await complete(chat_stack, "hello the", max_tokens=12)
     found = await events(chat_stack, prompt="hello the", max_tokens=12, stream_options={"include_usage": True})
@@ -165,6 +171,17 @@ async def test_a_stop_string_ends_everything_at_one_place(chat_stack: Stack, tok
     assert found[-1]["usage"] == body["usage"]
     _, body = await complete(chat_stack, max_tokens=50, stop="rld", include_stop_str_in_output=True)
     assert body["choices"][0]["text"] == "hello world"
+
+
+async def test_a_stop_string_s_answer_tells_what_it_took(chat_stack: Stack) -> None:
+    """Though no terminal delta comes: the first one has told it."""
+    run(chat_stack, ids("hello world and more of it"))
+    fields = {"model": "chat", "prompt": "hello the", "max_tokens": 50, "stop": "rld"}
+    async with chat_stack.http.post("/v1/completions", json=fields) as response:
+        body = await response.json()
+        assert (response.headers["X-Queue-Ms"], response.headers["X-Compute-Ms"]) == ("0.50", "1.50")
+    assert body["choices"][0]["text"] == "hello wo"
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 async def test_text_is_held_back_only_as_long_as_it_must_be(chat_stack: Stack) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.errors import GatewayError, InternalError, NotReady, SlowRequest
-from gateway.generate_job import ChoiceInput, Generation, Keeping
+from gateway.generate_job import MAX_TAKEN, ChoiceInput, Generation, Keeping
 from gateway.job import AbortReason, Chunk
 from ipc.submit import TokenDelta
 from ipc.types import SamplingParams, Timings
@@ -48,6 +48,43 @@ async def test_news_are_taken_once_and_in_order() -> None:
     assert await waiting == {}
 
 
+async def test_much_at_once_is_taken_in_parts_and_others_get_their_turns() -> None:
+    """Two choices of 2000 tokens with a logprob each; one is lost, the other ended, when a part of them was taken."""
+    generation, _ = make(4, max_tokens=20_000)
+    for token in range(2000):
+        for chunk in generation.chunks:
+            generation.tokens(chunk, delta(token))
+    num_turns = 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    found: dict[int, list[int]] = {i: [] for i in range(4)}
+    num_parts = 0
+    while any(len(tokens) < 2000 for i, tokens in found.items() if i > 1):
+        news = await generation.news()
+        weight = sum(2 * len(item.deltas) for item in news.values())
+        assert 0 < weight <= MAX_TAKEN + 2
+        for i, item in news.items():
+            found[i] += [token for each in item.deltas for token in each.tokens]
+        num_parts += 1
+        if num_parts == 2:
+            generation.end(1)
+            assert generation.may_restart(generation.chunks[0])
+    task.cancel()
+    assert num_parts >= 2 * 4000 // MAX_TAKEN
+    assert num_turns >= num_parts - 1
+    assert found[2] == found[3] == list(range(2000))
+    assert len(found[0]) == len(found[1]) == MAX_TAKEN // 2
+    for chunk in generation.chunks[2:]:
+        generation.tokens(chunk, delta(*range(5000)))  # 20,000 in all: nothing is kept any more
+    assert list(await generation.news()) == [2]
+
+
 async def test_a_lost_choice_forgets_what_is_not_taken() -> None:
     generation, _ = make()
     first, _ = generation.chunks
@@ -86,6 +123,23 @@ async def test_what_is_kept_is_bounded() -> None:
         with pytest.raises(error):
             await generation.news()
         assert len(carrier.aborted) == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_a_lost_choice_had_counts_no_more(streams: bool) -> None:
+    generation, carrier = make(2, max_tokens=40, streams=streams)
+    first, second = generation.chunks
+    generation.tokens(second, delta(1))
+    for _ in range(5):
+        generation.tokens(first, delta(*range(8)))  # each with a logprob: sixteen
+        await generation.news()
+        generation.tokens(first, delta(1))
+        assert generation.may_restart(first)
+    generation.tokens(first, delta(*range(18)))  # 36, and the second has two
+    assert not carrier.aborted
+    generation.tokens(first, delta(1, 2, 3))
+    with pytest.raises(GatewayError):
+        await generation.news()
 
 
 async def test_answers_of_another_kind_are_an_error_of_ours() -> None:

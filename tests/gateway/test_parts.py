@@ -1,5 +1,6 @@
 """The small pure parts: split, balance, metrics, errors, replicas, texts of a body."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from gateway.errors import GatewayError, InvalidRequest, NotReady, Overloaded, e
 from gateway.metrics import Metrics, render
 from gateway.replicas import Replica, ReplicaWatcher
 from gateway.split import MIN_CHUNK_TOKENS, split
-from gateway.tasks import Encoded, Rows, ScoreOutcome
+from gateway.tasks import Encoded, Rows, ScoreOutcome, TokenInfo, TopToken
 from ipc.control import ProcessStats
 from ipc.types import Timings
 
@@ -134,3 +135,9 @@ def test_ties_keep_the_order_given() -> None:
     task = parse_rerank(b'{"model": "m", "query": "q", "documents": ["a", "b", "c", "d"], "top_n": 3}')
     body = json.loads(render_rerank(task, ScoreOutcome([0.5, 0.7, 0.5, 0.7], 9, "cross_encoder")))
     assert [result["index"] for result in body["results"]] == [1, 3, 0]
+
+
+def test_tokens_with_logprobs_are_no_work_for_the_garbage_collector() -> None:
+    top = TopToken("a", b"a", -1.0)
+    assert not gc.is_tracked(top)
+    assert not gc.is_tracked(TokenInfo("a", b"a", -1.0, [top], 0))

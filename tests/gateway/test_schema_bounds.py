@@ -35,6 +35,10 @@ def constants(num: int) -> dict[str, Any]:
     return {"anyOf": [{"const": i} for i in range(num)]}
 
 
+def multiples(*values: float) -> dict[str, Any]:
+    return {"type": "number", "allOf": [{"multipleOf": value} for value in values]}
+
+
 def doubled(num: int, inner: dict[str, Any]) -> dict[str, Any]:
     links = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(num)}
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{num}": inner}}
@@ -56,6 +60,10 @@ def doubled(num: int, inner: dict[str, Any]) -> dict[str, Any]:
         ({"$ref": "other.json"}, "in the schema itself"),
         ({"items": {"$id": "http://localhost/a", "$ref": "#/$defs/b"}}, r"\$id"),
         ({"items": {"multipleOf": 99991}}, "multipleOf"),
+        (multiples(9973, 9967), "multipleOf"),
+        (doubled(60, {"multipleOf": 2}), "multipleOf"),
+        ({"type": "integer", "multipleOf": 0.12345678}, "multipleOf"),
+        ({"multipleOf": 97, "anyOf": [{"multipleOf": 991}, {"allOf": [{"multipleOf": 10**30}]}]}, "multipleOf"),
         ({"enum": ["é" * MAX_SCHEMA_BYTES]}, "bytes"),
         (
             {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)}},
@@ -82,6 +90,8 @@ def test_what_would_take_long_is_refused_at_once(schema: dict[str, Any], says: s
         {"prefixItems": [{"type": "integer"}, {"$ref": "#/prefixItems/0"}], "type": "array"},
         constants(400),
         {"type": "number", "multipleOf": 0.25},
+        {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},
+        multiples(97, 0.01, 101),
     ],
 )
 def test_usual_schemas_pass_and_compile(schema: dict[str, Any]) -> None:

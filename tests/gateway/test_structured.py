@@ -130,6 +130,7 @@ def test_strict_refuses_what_cannot_be_enforced_and_otherwise_it_is_passed_over(
         (schema_format({"type": "string", "pattern": "(?=a)b"}), "response_format.json_schema.schema", "look-around"),
         (schema_format({"enum": []}), "response_format.json_schema.schema", "Unsatisfiable"),
         (schema_format({"type": "object", "properties": 5}), "response_format.json_schema.schema", "enforced"),
+        (schema_format({"$ref": "#"}), "response_format.json_schema.schema", "no text can begin"),
         (schema_format(True), "response_format.json_schema.schema", "an object"),
         (schema_format({"enum": ["x" * MAX_SCHEMA_BYTES]}), "response_format.json_schema.schema", "bytes"),
         ({"type": "json_schema"}, "response_format.json_schema.schema", "an object"),
@@ -173,7 +174,13 @@ def test_patterns() -> None:
     grammar = GRAMMARS.of_regex(r'[a-z]+/\d{2}\n"é', "guided_regex")
     assert accepts(grammar, 'abc/12\n"é')
     assert not accepts(grammar, 'abc/123\n"é')
-    for pattern, says in (("a(b", "unclosed group"), ("(?=a)b", "look-around"), (r"(a)\1", "backreference"), ("", "0")):
+    for pattern, says in (
+        ("a(b", "unclosed group"),
+        ("(?=a)b", "look-around"),
+        (r"(a)\1", "backreference"),
+        ("", "0"),
+        ("a\\", "escape"),
+    ):
         error = refusal(GRAMMARS.of_regex, pattern, "guided_regex")
         assert error.param == "guided_regex"
         assert says in error.message
@@ -304,6 +311,18 @@ def test_the_tool_at_fault_is_named() -> None:
     assert "uniqueItems" in refusal(GRAMMARS.of_tools, HERMES, strict, ToolChoice("required")).message
 
 
+def test_tools_that_are_large_together_are_refused_before_they_are_compiled() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}
+    few = [Tool(f"f{i}", schema) for i in range(3)]
+    assert GRAMMARS.of_tools(HERMES, few, ToolChoice("required")) is not None
+    many = [Tool(f"f{i}", {**schema, "title": str(i)}) for i in range(120)]
+    start = time.process_time()
+    error = refusal(GRAMMARS.of_tools, HERMES, many, ToolChoice("required"))
+    assert time.process_time() - start < 1
+    assert (error.param, "bytes in all" in error.message) == ("tools", True)
+    assert GRAMMARS.of_tools(HERMES, many, ToolChoice("named", "f7")) is not None  # each would do
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [
@@ -339,15 +358,13 @@ def test_tool_choice() -> None:
 def test_what_was_compiled_is_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(capacity=2)
     compiled: list[str] = []
-    validate = LLMatcher.validate_grammar
 
     class Counting:
         grammar_from_lark = staticmethod(LLMatcher.grammar_from_lark)
 
-        @staticmethod
-        def validate_grammar(grammar: str, tokenizer: LLTokenizer) -> str:
+        def __new__(cls, tokenizer: LLTokenizer, grammar: str, log_level: int) -> LLMatcher:  # type: ignore[misc]
             compiled.append(grammar)
-            return validate(grammar, tokenizer)
+            return LLMatcher(tokenizer, grammar, log_level=log_level)
 
     monkeypatch.setattr("gateway.structured.LLMatcher", Counting)
     for choice in ("a", "a", "b", "a", "c", "a", "b"):  # b had to go for c
@@ -357,6 +374,16 @@ def test_what_was_compiled_is_remembered_and_bounded(monkeypatch: pytest.MonkeyP
     messages = {refusal(grammars.of_schema, bad, "p").message for _ in range(3)}
     assert len(messages) == 1
     assert len(compiled) == 5
+    grammars.of_choice(["long" * 10_000], "p")
+    assert sum(len(name) + len(error) for name, error in grammars._errors.items()) < 500
+
+
+def test_what_takes_long_to_compile_is_refused_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.structured.MAX_COMPILE_SECONDS", 0.0)
+    grammars = Grammars()
+    messages = {refusal(grammars.of_schema, {"type": "integer"}, "p").message for _ in range(2)}
+    assert len(messages) == 1
+    assert "to compile" in messages.pop()
 
 
 def test_the_largest_schemas_are_compiled_in_bounded_time_and_by_many_threads() -> None:

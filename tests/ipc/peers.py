@@ -1,8 +1,11 @@
 """Programs at the other end of a socket, and small verbs for this end."""
 
+import os
+import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ipc.sockets import EventSocket, Frame, PeerFull, PeerGone, Socket
 
@@ -86,3 +89,22 @@ def fill(socket: Socket | EventSocket, frames: list[Frame]) -> int:
             continue
         count, deadline = count + 1, time.monotonic() + 0.3
     return count
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    full = []
+    try:
+        while True:
+            full.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        for descriptor in full:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

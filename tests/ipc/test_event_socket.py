@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from ipc.sockets import Context, EventSocket, PeerFull, dealer, router
-from tests.ipc.peers import ROUTER, fill, sent
+from tests.ipc.peers import ROUTER, fill, no_descriptors, sent, until
 from tests.ipc.processes import Child
 
 Run = Callable[[Coroutine[object, object, None]], None]
@@ -175,5 +175,82 @@ def test_a_connection_made_before_anyone_watched_is_told(run: Run, context: Cont
         server.close()
         await eventually(lambda: changes == [True, False])
         client.close()
+
+    run(scenario())
+
+
+def test_an_end_that_nobody_saw_is_told(run: Run, context: Context, local_endpoint: str) -> None:
+    """The next connection stood before the loop could look: what was in flight on the first is lost all the same."""
+
+    async def scenario() -> None:
+        changes: list[bool] = []
+        loop = asyncio.get_running_loop()
+        server = router(context, local_endpoint)
+        client = EventSocket(dealer(context, local_endpoint, b"me"), lambda frames: None, loop, changes.append)
+        await eventually(lambda: changes == [True])
+        await asyncio.sleep(0.06)
+        server.close()
+        server = router(context, local_endpoint)
+        until(lambda: sent(client, [b"hello"]))
+        assert changes == [True]
+        await eventually(lambda: changes == [True, False, True])
+        assert server.receive() == [b"me", b"hello"]
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_a_router_without_descriptors_goes_on_when_there_are_some(
+    run: Run, context: Context, local_endpoint: str
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        failures: list[object] = []
+        loop.set_exception_handler(lambda _, info: failures.append(info))
+        got: list[list[bytes]] = []
+        server = EventSocket(router(context, local_endpoint), got.append, loop)
+        client = dealer(context, local_endpoint, b"me")
+        client.send([b"hello"])
+        with no_descriptors():
+            cpu = time.process_time()
+            await asyncio.sleep(0.3)
+            assert time.process_time() - cpu < 0.1
+            assert got == []
+        await eventually(lambda: got == [[b"me", b"hello"]])
+        assert failures == []
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("spin_us", [0, 2000])
+def test_the_loop_sleeps_when_nothing_comes(run: Run, context: Context, local_endpoint: str, spin_us: int) -> None:
+    """Also after queues were full, and after it has spun."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        got: list[bytes] = []
+        server = EventSocket(
+            router(context, local_endpoint), lambda frames: got.append(frames[1]), loop, None, spin_us=spin_us
+        )
+        client = EventSocket(dealer(context, local_endpoint, b"me"), lambda frames: None, loop, None, spin_us)
+        await eventually(lambda: sent(client, [b"0"]))
+        count = 1
+        for _ in range(20):
+            while sent(client, [b"x" * 1000]) and count % 500:
+                count += 1
+            count += 1
+            await asyncio.sleep(0)
+        heard = -1
+        while heard != len(got):
+            heard = len(got)
+            await asyncio.sleep(0.05)
+        cpu = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - cpu < 0.1
+        client.close()
+        server.close()
 
     run(scenario())

@@ -1,4 +1,4 @@
-"""Drives a DecoderRunner in this process with plans of its own: a scheduler that is told what to plan.
+"""Drives a decoder's runner in this process with plans of its own: a scheduler that is told what to plan.
 
 `Driver.step` takes the tables of one plan; `Driver.greedy` and the like are whole generations over it.
 """
@@ -15,7 +15,8 @@ from ipc.step import KIND_DECODE, KIND_PREFILL, KIND_VERIFY, StepPlan
 from ipc.step_ring import Arrays, generate_layout, local_slots
 from ipc.types import SamplingParams
 from rose.config import RankConfig
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -54,7 +55,7 @@ class Driver:
         """`runner`, with the slots it reads, in the place of one that is loaded here."""
         defaults = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64}
         if runner is None:
-            runner = DecoderRunner("test", directory, RankConfig(**defaults | settings))
+            runner = ModelRunner(DecoderLoader("test", directory, RankConfig(**defaults | settings)))
             runner.load()
             runner.attach(None)
         self.runner = runner

@@ -1,4 +1,4 @@
-"""Drives an EncoderRunner in this process: sequences in, vectors or scores out."""
+"""Drives an encoder's runner in this process: sequences in, vectors or scores out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,8 @@ from ipc.step import ROW_DIMENSIONS, ROW_DTYPE, ROW_NORMALIZE, ROW_OUTPUT_OFFSET
 from ipc.step_ring import Arrays, encode_layout, local_slots
 from rose.batch import write_plain_rows
 from rose.config import RankConfig
-from rose.encoder_runner import EncoderRunner
+from rose.encoder_loader import EncoderLoader
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 
 COLUMNS = {
@@ -32,7 +33,8 @@ class Driver:
     ) -> None:
         """`runner`, with the slots it reads, in the place of one that is loaded here."""
         if runner is None:
-            runner = EncoderRunner("test", directory, RankConfig(**{"device": "cpu", "num_threads": 1} | settings))
+            config = RankConfig(**{"device": "cpu", "num_threads": 1} | settings)
+            runner = ModelRunner(EncoderLoader("test", directory, config))
             runner.load()
         self.runner = runner
         self.facts = self.runner.facts

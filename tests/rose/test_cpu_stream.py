@@ -142,7 +142,7 @@ def test_runner_has_two_steps_in_flight(tmp_path: Path) -> None:
     batches = [ragged_ids(128, (60,) * 12, seed=1), ragged_ids(128, (5, 64, 1), seed=2)]
     expected = [driver.vectors(batch) for batch in batches]
     blocker = threading.Event()
-    held = driver.runner._encoder._stream.launch([lambda: blocker.wait(10) and None])  # type: ignore[union-attr]
+    held = driver.runner.device._stream.launch([lambda: blocker.wait(10) and None])  # type: ignore[union-attr]
     steps = [driver.launch(batch, slot=slot) for slot, batch in enumerate(batches)]
     assert not any(lazy.ready() for lazy, _ in steps)
     blocker.set()

@@ -8,12 +8,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE
+from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
 from rose.cuda_decoder_load import run_largest_step
 from rose.kv_cache import KVShape, allocate
+from rose.model_runner import Loaded
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import read_task
@@ -37,14 +38,14 @@ class StaticDriver(Driver):
 
     def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         super().__init__(directory, **SIZES | settings)
-        runner = self.runner
-        model = load_model(directory, runner._model_config, runner._task, DEVICE, dtype)
-        shape = KVShape.of(runner._model_config, dtype)
+        loader = self.runner.loader
+        model = load_model(directory, loader._model_config, loader._task, DEVICE, dtype)
+        shape = KVShape.of(loader._model_config, dtype)
         self.stream = HostStream()
         self.decoder = CudaDecoder(
             model,
             allocate(shape, self.facts.num_blocks, DEVICE),
-            runner._model_config,
+            loader._model_config,
             self.facts,
             RankConfig(**{"capture": "lazy"} | SIZES | settings),
             device=DEVICE,
@@ -52,8 +53,8 @@ class StaticDriver(Driver):
             stream=self.stream,
             shapes=directory / "shapes.json",
         )
-        runner.close()
-        runner._decoder = self.decoder
+        self.runner.close()
+        self.runner.use(Loaded(self.decoder, self.decoder.generate))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -253,7 +254,7 @@ def test_a_sequence_with_unusable_parameters_fails_alone(tiny: Path) -> None:
     for _ in range(2):
         lazy, arrays = driver.launch([Row(bad), Row(good)])
         driver.wait(lazy)
-        assert arrays["status"][:2].tolist() == [STATUS_BAD_TOKEN, 0]
+        assert arrays["status"][:2].tolist() == [STATUS_BAD_PARAMS, 0]
         assert arrays["num_tokens"][:2].tolist() == [0, 1]
 
 

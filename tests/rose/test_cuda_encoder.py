@@ -13,6 +13,7 @@ from ipc.step import STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK
 from rose.config import RankConfig
 from rose.cuda_encoder import CudaEncoder
 from rose.encoder import load_encoder
+from rose.model_runner import Loaded
 from rose.runner import OutOfMemory
 from rose.shape_list import read_shapes
 from tests.rose.driving import Driver, ragged_ids
@@ -27,13 +28,13 @@ def static_driver(directory: Path, **settings: Any) -> tuple[Driver, CudaEncoder
     """A Driver whose runner goes the GPU's way, in float16."""
     sizes = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     driver = Driver(directory, **(settings | sizes))
-    runner = driver.runner
+    runner, loader = driver.runner, driver.runner.loader
     config = RankConfig(**({"capture": "lazy", "max_graph_tokens": 4096} | settings | sizes))
-    parts = load_encoder(directory, runner._model_config, runner._task, DEVICE, torch.float16)
+    parts = load_encoder(directory, loader._model_config, loader._task, DEVICE, torch.float16)
     stream = HostStream()
     encoder = CudaEncoder(
         parts,
-        runner._model_config,
+        loader._model_config,
         driver.facts,
         config,
         device=DEVICE,
@@ -42,7 +43,7 @@ def static_driver(directory: Path, **settings: Any) -> tuple[Driver, CudaEncoder
         shapes=directory / "shapes.json",
     )
     runner.close()
-    runner._encoder = encoder
+    runner.use(Loaded(encoder, encoder.encode))
     return driver, encoder, stream
 
 

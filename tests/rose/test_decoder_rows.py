@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ipc.step import KIND_PREFILL, STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK, StepPlan
+from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_BAD_TOKEN, STATUS_NON_FINITE, STATUS_OK, StepPlan
 from ipc.types import SamplingParams
 from rose.models.config import ModelError
 from rose.runner import OutOfMemory
@@ -82,14 +82,22 @@ def test_a_non_finite_row_fails_alone_and_leaves_nothing(model: Model, tmp_path:
     driver.close()
 
 
-def test_parameters_that_cannot_be_honoured_fail_their_row_alone(model: Model, driver: Driver) -> None:
+def test_parameters_that_cannot_be_honoured_fail_their_row_alone(
+    model: Model, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells why, without what was asked for."""
     bad = Seq(prompt(9), SamplingParams(temperature=0.0, logit_bias={VOCAB_SIZE: 1.0}))
     worse = Seq(prompt(9), SamplingParams(temperature=0.0, grammar="start: <|no_such_token|>"))
     good = Seq(prompt(9))
     rows = [Row(seq, 9, KIND_PREFILL) for seq in (bad, good, worse)]
     lazy, arrays = driver.launch(rows, admit=[bad, good, worse])
     driver.wait(lazy)
-    assert arrays["status"][:3].tolist() == [STATUS_BAD_TOKEN, STATUS_OK, STATUS_BAD_TOKEN]
+    assert arrays["status"][:3].tolist() == [STATUS_BAD_PARAMS, STATUS_OK, STATUS_BAD_PARAMS]
+    assert [record.getMessage() for record in caplog.records] == [
+        "slot 0, by step 1: logit_bias names token 320; the model's vocabulary has 320",
+        "slot 2, by step 1: at 1(8): unknown special token: …; following special tokens are available: "
+        "⟦≺EOS≻‧<|endoftext|>⟧",
+    ]
     again = Seq(prompt(9))
     driver.run([Row(again, 9, KIND_PREFILL)], release=[bad], admit=[again])
     assert again.slot == bad.slot
@@ -98,7 +106,7 @@ def test_parameters_that_cannot_be_honoured_fail_their_row_alone(model: Model, d
 
 def fail_once(driver: Driver, monkeypatch: pytest.MonkeyPatch, error: BaseException, layer: int = 1) -> None:
     """The next forward pass ends in its second layer."""
-    attention = driver.runner._decoder._decoder._attention
+    attention = driver.runner.device._decoder._attention
     paged = type(attention).paged
 
     def failing(self: Any, rows: Any, caches: Any) -> Any:
@@ -145,6 +153,63 @@ def test_out_of_memory_keeps_the_tables_and_moves_no_row(
     assert second.tokens == model.greedy(prompt(12, 1), 5)
 
 
+@pytest.mark.parametrize("place", ["adjust", "choose", "logprobs", "prefill"])
+def test_out_of_memory_behind_the_forward_pass_is_undone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Neither penalties nor grammars meet a token twice, be it of an earlier life or just drawn; `prefill` is whoever
+    drafts."""
+    params = SamplingParams(
+        temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, logprobs=1, grammar="start: /[xyz]{30}/"
+    )
+    expected = generate(driver, Seq(prompt(12), params), 10)
+    back, other = Seq([*prompt(12), *expected[:5]], params, num_prompt=12), Seq(prompt(12), params)
+    driver.prefill(other)
+
+    def try_twice(first: int, second: int, admit: list[Seq]) -> None:
+        num_computed = back.num_computed
+        with monkeypatch.context() as patch:
+            decoder = driver.runner.device._decoder
+            ops = decoder._residents.sampler._ops
+            patch.setattr(decoder._proposer if place == "prefill" else ops, place, no_memory)
+            lazy, _ = driver.launch([Row(back, first, KIND_PREFILL), Row(other)], admit=admit)
+            driver.runner.drain()
+            with pytest.raises(OutOfMemory):
+                lazy.ready()
+        driver.last_applied = driver.num_steps
+        back.num_computed = num_computed
+        back.max_known, other.max_known = len(back.tokens), len(other.tokens)
+        driver.run([Row(back, second, KIND_PREFILL), Row(other)])
+
+    try_twice(16, 14, [back])
+    try_twice(3, 3, [])
+    driver.decode([back, other], 4)
+    assert back.tokens[12:] == expected
+    assert other.tokens[12:] == expected[: len(other.tokens) - 12]
+
+
+def test_out_of_memory_for_penalties_fails_a_sequence_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tables of a plan, which must hold whatever happens."""
+    driver = Driver(model.directory)
+    bad, good = Seq(prompt(9), PENALISED), Seq(prompt(12, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner.device._decoder._residents.sampler.state, "_allocate", no_memory)
+        rows = [Row(bad, 9, KIND_PREFILL), Row(good, 12, KIND_PREFILL)]
+        lazy, arrays = driver.launch(rows, admit=[bad, good])
+        driver.wait(lazy)
+    assert arrays["status"][:2].tolist() == [STATUS_BAD_PARAMS, STATUS_OK]
+    good.tokens.append(int(arrays["tokens"][1, 0]))
+    driver.decode([good], 3)
+    assert good.tokens == model.greedy(prompt(12, 1), 4)
+    again = Seq(prompt(9), PENALISED)
+    driver.run([Row(again, 9, KIND_PREFILL)], release=[bad], admit=[again])
+    driver.close()
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
 def test_any_other_fault_is_not_out_of_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_once(driver, monkeypatch, RuntimeError("illegal address"))
     seq = Seq(prompt(4))
@@ -174,7 +239,7 @@ def test_an_idle_step_does_nothing(model: Model, driver: Driver) -> None:
 
 
 def test_a_plan_of_another_kind_is_a_fault(driver: Driver) -> None:
-    with pytest.raises(AssertionError, match="a decoder was sent a encode step"):
+    with pytest.raises(AssertionError, match="sent a step to encode, this model's generate"):
         driver.runner.step(StepPlan(epoch=1, step=1, slot=0, kind="encode"), driver.rings[0])
 
 
@@ -302,6 +367,26 @@ def test_output_follows_its_grammar(model: Model, driver: Driver) -> None:
     driver.run([Row(free, 12, KIND_PREFILL)], release=[seq], admit=[free])
     assert free.slot == seq.slot
     assert free.tokens == model.greedy(prompt(12), 1)
+
+
+def test_loading_reads_the_tokenizer(tmp_path: Path) -> None:
+    """It takes a while, in which every stream would wait."""
+    driver = Driver(write_llama(tmp_path, tokenizer=True))
+    (tmp_path / "tokenizer.json").unlink()
+    seq = Seq(prompt(9), SamplingParams(temperature=0.0, grammar="start: /[xyz]{3}/"))
+    assert set(generate(driver, seq, 3)) <= {token_of(letter) for letter in "xyz"}
+    driver.close()
+
+
+def token_of(letter: str) -> int:
+    return len(SPECIALS) + ord(letter)
+
+
+def test_a_model_without_a_tokenizer_can_do_without_grammars(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(write_llama(tmp_path))
+    assert "cannot be used for structured output" in caplog.text
+    assert len(generate(driver, Seq(prompt(9)), 3)) == 3
+    driver.close()
 
 
 # --- limits -------------------------------------------------------------------------------------------------

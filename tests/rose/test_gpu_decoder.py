@@ -96,6 +96,46 @@ def test_nothing_waits_on_the_launch_path() -> None:
         bench.close()
 
 
+@pytest.mark.parametrize("num_tokens", [40, 600, 1100])
+def test_prompts(config: ModelConfig, num_tokens: int) -> None:
+    """As one step: eagerly, captured, replayed; the largest without a graph. None of them waits for the device."""
+    bench = Seated(config, random_model(config), num_seqs=4, context=1, room=1200)
+    tokens = []
+    for _ in range(3):
+        bench.seat()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            lazy = bench.prompt(num_tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        while not lazy.ready():
+            pass
+        assert bench.ring.slot(0)["lengths"][0] == num_tokens + 1
+        tokens.append(int(bench.ring.slot(0)["tokens"][0, 0]))
+    assert len(set(tokens)) == 1
+    assert bench.decoder.figures()["graph_replays_total"] == (2 if num_tokens <= 1024 else 0)
+    bench.close()
+
+
+def test_admissions_with_penalties_do_not_wait(tmp_path: Path) -> None:
+    """Their prefix hits are counted on the device."""
+    write_llama(tmp_path, tokenizer=True)
+    driver = Driver(tmp_path, device="cuda", dtype="float16", max_model_len=200, kv_cache_bytes=4 << 20)
+    penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5)
+    first = Seq(prompt(40), penalised)
+    driver.prefill(first)
+    for _ in range(2):
+        hit = Seq(prompt(40), penalised, blocks=first.blocks[:2], num_computed=32)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            lazy, arrays = driver.launch([Row(hit, 8, KIND_PREFILL)], admit=[hit])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        driver.wait(lazy)
+        assert arrays["tokens"][0, 0] == first.tokens[40]
+    driver.close()
+
+
 def test_log_probabilities_are_of_the_logits() -> None:
     bench = seated(llama_8b(2), params=SamplingParams(temperature=0.0, logprobs=5))
     for _ in range(3):

@@ -1,5 +1,7 @@
 """How many blocks a budget holds, and what is laid out for them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -44,3 +46,11 @@ def test_the_budget_on_cpu_is_a_share_of_what_is_free() -> None:
     with open("/proc/meminfo") as file:
         total_kb = next(int(line.split()[1]) for line in file if line.startswith("MemTotal:"))
     assert 0 < cpu_budget_bytes() < total_kb * 1024 / 2
+
+
+def test_a_container_has_less_than_its_host(tmp_path: Path) -> None:
+    limit, none = tmp_path / "memory.max", tmp_path / "memory.high"
+    limit.write_text(f"{64 << 20}\n")
+    none.write_text("max\n")
+    assert cpu_budget_bytes([none, tmp_path / "missing", limit]) == 16 << 20
+    assert cpu_budget_bytes([none]) > 16 << 20

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 
 from rose.config import RankConfig
-from rose.encoder_runner import EncoderRunner
+from rose.encoder_loader import EncoderLoader
 from rose.layers.rotary import RopeScaling
 from rose.models.config import ModelError, read_config
 from rose.models.task import EmbedTask, GenerateTask, ScoreTask, Task, read_task
@@ -128,7 +128,7 @@ def test_causal_model_without_a_marker_generates(tmp_path: Path) -> None:
     config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
     assert isinstance(task_of(tmp_path), GenerateTask)
     with pytest.raises(ModelError, match='task = "embed"'):
-        EncoderRunner("tiny", tmp_path, RankConfig(device="cpu"))
+        EncoderLoader("tiny", tmp_path, RankConfig(device="cpu"))
     assert isinstance(task_of(tmp_path, "embed"), EmbedTask)
     write(tmp_path / "tokenizer.json", {"model": {"vocab": {"yes": 3}}})
     with pytest.raises(ModelError, match='lacks "yes" or "no"'):
@@ -239,7 +239,7 @@ def test_limits_come_from_the_authors_and_the_settings(tmp_path: Path) -> None:
     config_only(tmp_path, bert_config(), "BertModel")
 
     def max_model_len(**settings: int) -> int:
-        return EncoderRunner("tiny", tmp_path, RankConfig(device="cpu", **settings)).facts.max_model_len
+        return EncoderLoader("tiny", tmp_path, RankConfig(device="cpu", **settings)).facts.max_model_len
 
     assert max_model_len() == 64
     write(tmp_path / "tokenizer_config.json", {"model_max_length": 1e30})

@@ -20,8 +20,9 @@ def test_same_as_linear(num_rows: int, act: str, bias: bool) -> None:
     linear = Linear(24, 36, bias=bias, act=act)
     for parameter in linear.parameters():
         parameter.normal_(std=0.2)
-    other = TransposedLinear(linear)
+    other = TransposedLinear(linear, torch.empty(900))
     x, residual, norm = torch.randn(num_rows, 24), torch.randn(num_rows, 36), RMSNorm(24, 1e-6)
+    norm.weight.uniform_(0.5, 1.5)
     torch.testing.assert_close(other(x), linear(x))
     torch.testing.assert_close(other(x, norm=norm), linear(x, norm=norm))
     added = residual.clone()

@@ -25,7 +25,7 @@ from scheduler.planner import Reply
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request
 from scheduler.stats import Stats
-from tests.fakes.stateful_rank import POISON_SEED, StatefulRank, mark, prompt_logprob, reference
+from tests.fakes.stateful_rank import POISON_SEED, UNUSABLE_SEED, StatefulRank, mark, prompt_logprob, reference
 
 BAD_TOKEN = 200
 FACTS = ModelFacts(
@@ -56,7 +56,7 @@ class Client:
     prompt_logprobs: list[float] = field(default_factory=list)
     end: str = ""
     last: TokenDelta | Rejected | None = None
-    num_deltas: int = 0
+    deltas: list[TokenDelta] = field(default_factory=list)
 
     def reference_prompt_logprobs(self) -> list[float]:
         if self.params.prompt_logprobs is None:
@@ -73,7 +73,7 @@ class Client:
             return
         tokens, end = reference(self.prompt, self.params, self.facts)
         assert self.tokens == tokens[: len(self.tokens)]
-        if self.params.seed == POISON_SEED:
+        if self.params.seed in (POISON_SEED, UNUSABLE_SEED):
             assert not self.tokens
             assert self.end not in ("stop", "length")
         elif self.end in ("stop", "length"):
@@ -251,7 +251,7 @@ class GenerationSim:
         assert delta.logprobs == ([-float(t) for t in delta.tokens] if client.params.logprobs is not None else [])
         client.tokens += delta.tokens
         client.prompt_logprobs += delta.prompt_logprobs
-        client.num_deltas += 1
+        client.deltas.append(delta)
         self.seen["accepted drafts"] += max(0, len(delta.tokens) - 1)
         if delta.finish_reason:
             assert delta.num_prompt_tokens == len(client.prompt)

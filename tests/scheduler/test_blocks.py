@@ -1,5 +1,7 @@
 """Blocks and what lies in them: holders, content that outlives them, and the order in which it is overwritten."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +177,68 @@ def test_a_block_is_hit_only_when_the_step_that_computes_it_was_answered(sim: Ge
     sim.check_answers()
     cached = [client.last.num_cached_tokens for client in sim.clients.values()]  # type: ignore[union-attr]
     assert cached == [0, 0, 0]  # all had entered before the first answer
+
+
+@pytest.fixture
+def wide() -> Iterator[GenerationSim]:
+    made = GenerationSim(facts=replace(FACTS, max_model_len=256, max_num_batched_tokens=400, num_blocks=60))
+    yield made
+    made.drain()
+    made.check_answers()
+    made.check_nothing_left()
+    made.close()
+
+
+def add_choices(sim: GenerationSim, prompt: list[int], count: int) -> None:
+    for _ in range(count):
+        sim.add(prompt, SamplingParams(max_tokens=4, seed=len(sim.clients), ignore_eos=True))
+
+
+def test_choices_of_one_request_share_their_prompt(wide: GenerationSim) -> None:
+    """Only the first computes it; the others pass nobody else by, and enter once that step was answered."""
+    prompt, other = list(range(90)), list(range(90, 0, -1))
+    add_choices(wide, prompt, 3)
+    add_choices(wide, other, 1)
+    wide.drain()
+    cached = [client.last.num_cached_tokens for client in wide.clients.values()]  # type: ignore[union-attr]
+    assert cached == [0, 80, 80, 0]
+    entered = {chunk: step for step, content in reversed(list(enumerate(wide.contents))) for chunk in content}
+    assert entered == {0: 0, 3: 0, 1: 2, 2: 2}
+
+
+def test_nobody_waits_for_a_prompt_whose_client_gave_up(wide: GenerationSim) -> None:
+    add_choices(wide, list(range(90)), 3)
+    wide.plan()
+    assert set(wide.contents[-1]) == {0}
+    wide.abort(0)
+    wide.plan()
+    assert set(wide.contents[-1]) == {1}
+
+
+def test_nobody_waits_for_a_prompt_whose_steps_fail(wide: GenerationSim) -> None:
+    add_choices(wide, list(range(90)), 2)
+    wide.rank._oom = 1.0
+    for _ in range(4):
+        wide.run_step()
+    assert wide.seen["failed steps"] == 4
+    wide.rank._oom = 0.0
+    wide.drain()
+    assert [client.end for client in wide.clients.values()] == ["length", "length"]
+
+
+def test_waiting_without_new_hits_has_a_bound(wide: GenerationSim) -> None:
+    add_choices(wide, list(range(90)), 1)
+    sequence = wide.planner.roster.pool.first("interactive")
+    assert sequence is not None
+    looks = ((0, 5), (0, 6), (0, 7), (4, 8), (4, 9), (4, 10))
+    waits = [sequence.may_wait(num_hits, step, 2) for num_hits, step in looks]
+    assert waits == [True, True, False, True, True, False]
+
+
+def test_a_short_beginning_is_not_waited_for(wide: GenerationSim) -> None:
+    add_choices(wide, list(range(64)), 2)  # its last token is computed anyway
+    wide.plan()
+    assert set(wide.contents[0]) == {0, 1}
 
 
 def test_new_ranks_have_nothing_cached(sim: GenerationSim) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ipc.step import GEN_GENERATION
 from ipc.types import SamplingParams
+from scheduler.llm import prefix_cache
 from scheduler.planner import Diverged
 from tests.fakes.stateful_rank import POISON_SEED
 from tests.scheduler.generation_sim import BAD_TOKEN, FACTS, GenerationSim
@@ -79,6 +80,12 @@ class Walk(GenerationSim):
             self.run_rank()
         if draw.random() < 0.6:
             self.deliver()
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps here are too small for beginnings that are worth waiting for otherwise."""
+    monkeypatch.setattr(prefix_cache, "SHARED_TOKENS", FACTS.block_size)
 
 
 @pytest.fixture

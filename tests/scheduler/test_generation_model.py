@@ -7,23 +7,24 @@ import pytest
 
 from ipc.types import SamplingParams
 from rose.config import RankConfig
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
+from rose.model_runner import ModelRunner
 from tests.rose.speculation.replica import Jobs, Replica
 from tests.rose.tiny_lm import write_llama
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     directory = write_llama(tmp_path_factory.mktemp("model"), tokenizer=True)
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 112}
     config = RankConfig(device="cpu", dtype="float32", num_threads=1, kv_cache_bytes=200_000, **limits)
-    made = DecoderRunner("tiny", directory, config)
+    made = ModelRunner(DecoderLoader("tiny", directory, config))
     made.load()
     yield made
     made.close()
 
 
-def test_company_cache_and_preemption_change_no_token(runner: DecoderRunner) -> None:
+def test_company_cache_and_preemption_change_no_token(runner: ModelRunner) -> None:
     draw = random.Random(3)
     base = [draw.randrange(5, runner.facts.vocab_size) for _ in range(60)]
     jobs: Jobs = []

@@ -10,6 +10,7 @@ from ipc.step import KIND_DECODE, KIND_PREFILL, StepFailed, StepResult
 from ipc.submit import Rejected, TokenDelta
 from ipc.types import SamplingParams
 from scheduler.planner import RANKS_AWAY
+from tests.fakes.stateful_rank import UNUSABLE_SEED
 from tests.scheduler.generation_sim import FACTS, GenerationSim
 
 Make = Callable[..., GenerationSim]
@@ -132,6 +133,20 @@ def test_bulk_that_had_nothing_for_its_wait_goes_first(make: Make) -> None:
     assert sum(0 in content for content in sim.contents) == 1
 
 
+def test_interactive_work_does_not_yield_to_bulk_in_a_step_that_is_bulk_s_own(make: Make) -> None:
+    sim = make({"bulk_wait_ms": 0, "prefix_cache": False}, num_blocks=8, max_num_batched_tokens=64)
+    add_many(sim, 1, length=100)
+    sim.plan()
+    add_many(sim, 1, length=40, priority="bulk")
+    sim.plan()
+    assert [set(content) for content in sim.contents] == [{0}, {1}]  # the rest of its prompt lacks a block
+    sim.drain()
+    prefilled = [content[0][1] for content in sim.contents if content.get(0, (KIND_DECODE, 0))[0] == KIND_PREFILL]
+    assert prefilled == [64, 36]
+    assert sim.stats.generation is not None
+    assert sim.stats.generation.num_preemptions == 1
+
+
 def test_interactive_work_displaces_bulk_from_slots_but_for_its_share(make: Make) -> None:
     sim = make({"bulk_share": 0.34}, num_blocks=100)
     bulk = add_many(sim, 6, max_tokens=100, priority="bulk")
@@ -232,6 +247,25 @@ def test_the_last_delta_tells_what_it_took(make: Make) -> None:
     assert (last.num_prompt_tokens, last.finish_reason, len(last.tokens)) == (60, "length", 1)
 
 
+def test_the_first_token_tells_what_it_took_so_far(make: Make) -> None:
+    """All that a gateway learns which then finds a stop string."""
+    sim = make()
+    add_many(sim, 1, length=60, max_tokens=1)
+    sim.drain()
+    sim.add(sim.clients[0].prompt, greedy(40))
+    while not sim.clients[1].tokens:
+        sim.run_step()
+    first = sim.clients[1].deltas[0]
+    assert first.finish_reason is None
+    assert first.num_cached_tokens == 48
+    assert first.timings is not None
+    assert first.timings.num_steps == 1
+    sim.die(ordered=True)  # tokens that were sent are no first ones again
+    sim.drain()
+    told = [delta for delta in sim.clients[1].deltas if delta.timings is not None]
+    assert told == [first, sim.clients[1].last]
+
+
 def test_work_that_only_waits_goes_elsewhere_when_ranks_stay_away(make: Make) -> None:
     sim = make(max_num_seqs=1)
     add_many(sim, 3, max_tokens=20)
@@ -323,6 +357,18 @@ def test_a_canary_without_a_finite_token_is_counted(make: Make) -> None:
     sim.ring.slot(plan.slot)["status"][0] = 2
     sim.deliver()
     assert (sim.stats.num_bad_canaries, sim.stats.last_forward) == (1, None)
+
+
+@pytest.mark.parametrize(("grammar", "named"), [(None, "the sampling parameters"), ("start: /a/", "the grammar")])
+def test_what_ranks_cannot_follow_is_not_called_a_bad_token(make: Make, grammar: str | None, named: str) -> None:
+    sim = make()
+    sim.add([1, 2, 3], SamplingParams(max_tokens=4, seed=UNUSABLE_SEED, grammar=grammar))
+    add_many(sim, 1)
+    sim.drain()
+    refused = message_of(sim, 0)
+    assert (refused.code, refused.index) == ("invalid", None)
+    assert named in refused.message
+    assert sim.clients[1].end == "length"
 
 
 def test_idle_steps_when_the_ranks_have_a_use_for_them(make: Make) -> None:

@@ -31,6 +31,11 @@ def test_the_nearest_measured_point_decides() -> None:
     assert choose(llama, 2, 1, available=BOTH, table=[]) == "triton"
 
 
+def test_one_query_a_row_is_never_worth_a_plan() -> None:
+    for heads in (shape(32, 8, 128), shape(8, 1, 128), shape(9, 3, 64)):
+        assert {choose(heads, rows, 1, available=("fa2", "triton")) for rows in (1, 7, 64, 256)} == {"triton"}
+
+
 def test_an_override_wins_or_is_refused() -> None:
     device = torch.device("cpu")
     backends = PagedBackends(shape(4, 2, 64), torch.float16, device, override="triton", num_plans=4)

@@ -33,10 +33,10 @@ def paged_rows(q_lengths: list[int], kv_lengths: list[int]) -> PagedRows:
     )
 
 
-@pytest.mark.parametrize("q_lengths", [[1, 1, 1, 1], [3, 3, 3, 3], [1, 20, 5, 9]])
+@pytest.mark.parametrize("q_lengths", [[1, 1, 1, 1], [3, 3, 3, 3], [1, 20, 5, 9], [17]])
 def test_same_as_the_reference(q_lengths: list[int]) -> None:
     torch.manual_seed(0)
-    rows = paged_rows(q_lengths, [17, 33, 5, 48])
+    rows = paged_rows(q_lengths, [17, 33, 5, 48][-len(q_lengths) :])
     caches = [
         [PagedKV(*torch.randn(2, NUM_BLOCKS + 1, BLOCK_SIZE, 2, 32, device=DEVICE).half()) for _ in range(2)]
         for _ in range(2)

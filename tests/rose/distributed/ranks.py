@@ -21,10 +21,11 @@ from ipc.step_ring import Arrays, StepRing, encode_layout, generate_layout
 from ipc.types import ModelFacts
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import form_group
 from rose.distributed.shard import local_heads
 from rose.kv_cache import KVShape, allocate
+from rose.model_runner import Loaded
 from rose.models.load import load_model
 from rose.runners import make_runner
 from tests.rose.host_stream import HostStream
@@ -178,7 +179,8 @@ class _Rank:
     def load_static(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
         facts = self.load(rendezvous, model, config)
         self._runner.close()
-        self._runner._decoder = static_decoder(self._runner, model, config)
+        decoder = static_decoder(self._runner.loader, model, config)
+        self._runner.use(Loaded(decoder, decoder.generate))
         return facts
 
     def attach(self, path: str, layout: Any) -> None:
@@ -200,7 +202,7 @@ class _Rank:
 
     def forget_token(self, slot: int) -> None:
         """Makes this rank believe that a sequence is a token shorter."""
-        self._runner._decoder._decoder._residents.slots.num_tokens[slot] -= 1
+        self._runner.device._decoder._residents.slots.num_tokens[slot] -= 1
 
     def group(self, rendezvous: str) -> None:
         self._group = form_group(self._join(rendezvous), torch.device("cpu"))
@@ -213,14 +215,14 @@ class _Rank:
         return Join(1, 7, self._rank, [11, 12], f"file://{rendezvous}", encode_layout(_NO_FACTS))
 
 
-def static_decoder(runner: DecoderRunner, directory: Path, config: RankConfig) -> CudaDecoder:
-    """The GPU's way, in the runner's group, over weights of its own."""
-    device, group = torch.device("cpu"), runner._group
-    model = load_model(directory, runner._model_config, runner._task, device, torch.float32, group)
-    heads = local_heads(runner._model_config, group.size)
-    caches = allocate(KVShape.of(heads, torch.float32), runner.facts.num_blocks, device)
+def static_decoder(loader: DecoderLoader, directory: Path, config: RankConfig) -> CudaDecoder:
+    """The GPU's way, in the loader's group, over weights of its own."""
+    device, group = torch.device("cpu"), loader.group
+    model = load_model(directory, loader._model_config, loader._task, device, torch.float32, group)
+    heads = local_heads(loader._model_config, group.size)
+    caches = allocate(KVShape.of(heads, torch.float32), loader.facts.num_blocks, device)
     return CudaDecoder(
-        model, caches, heads, runner.facts, config, device=device, tokenizer=directory / "tokenizer.json",
+        model, caches, heads, loader.facts, config, device=device, tokenizer=directory / "tokenizer.json",
         stream=HostStream(), shapes=directory / "shapes.json", group=group,
     )  # fmt: skip
 

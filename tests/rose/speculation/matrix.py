@@ -11,7 +11,8 @@ from llguidance import LLMatcher
 
 from ipc.types import SamplingParams
 from rose.config import RankConfig, SpeculationConfig
-from rose.decoder_runner import DecoderRunner
+from rose.decoder_loader import DecoderLoader
+from rose.model_runner import ModelRunner
 from tests.rose.speculation.replica import Answer, Jobs, Replica
 from tests.rose.tiny_lm import EOS_TOKEN_ID, VOCAB_SIZE
 
@@ -23,13 +24,13 @@ GRAMMAR = LLMatcher.grammar_from_regex("([a-c]{1,3}[0-9]{2}-)*end")
 
 def make_runner(
     directory: Path, speculation: SpeculationConfig | None = None, blocks: int = LARGE_CACHE
-) -> DecoderRunner:
+) -> ModelRunner:
     """One of the tiny models. A proposer with a cache of its own has fewer blocks."""
     config = RankConfig(
         device="cpu", dtype="float32", num_threads=1, kv_cache_bytes=blocks * BLOCK_BYTES,
         speculation=speculation or SpeculationConfig(), **LIMITS,
     )  # fmt: skip
-    runner = DecoderRunner("tiny", directory, config)
+    runner = ModelRunner(DecoderLoader("tiny", directory, config))
     runner.load()
     return runner
 
@@ -84,7 +85,7 @@ class Matrix:
         """Prompts with their answers."""
         return [prompt + answer.tokens for (prompt, _), answer in zip(self.jobs, self.answers, strict=True)]
 
-    def check_together(self, runner: DecoderRunner, *, aborts: dict[int, int] | None = None) -> Replica:
+    def check_together(self, runner: ModelRunner, *, aborts: dict[int, int] | None = None) -> Replica:
         """All at once; those with `aborts` have been given up after so many tokens."""
         replica = Replica(runner)
         found = replica.run(self.jobs, random.Random(1), aborts, arrival=0.8)
@@ -92,7 +93,7 @@ class Matrix:
             self._check(index, answer, expected)
         return replica
 
-    def check_alone(self, runner: DecoderRunner) -> int:
+    def check_alone(self, runner: ModelRunner) -> int:
         """One after the other; how many accepted drafts stood behind the end of an output."""
         num_cut = 0
         for index, job in enumerate(self.jobs):

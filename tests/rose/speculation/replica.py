@@ -12,7 +12,7 @@ from ipc.step import StepPlan, StepResult
 from ipc.step_ring import generate_layout, local_slots
 from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
-from rose.decoder_runner import DecoderRunner
+from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 from scheduler.config import SchedulerConfig
 from scheduler.llm.figures import Figures
@@ -47,7 +47,7 @@ class Answer:
 class Replica:
     """`aborts`: jobs that are given up once they have so many tokens."""
 
-    def __init__(self, runner: DecoderRunner, **planner: Any) -> None:
+    def __init__(self, runner: ModelRunner, **planner: Any) -> None:
         runner.attach(None)
         self.runner = runner
         self.stats = Stats("tiny/0")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from rose.config import SpeculationConfig
-from rose.decoder_runner import DecoderRunner
+from rose.model_runner import ModelRunner
 from rose.speculation import registry
 from rose.speculation.hook import load_hook
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
@@ -22,7 +22,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def runner_with(matrix: Matrix, proposer: str, k: int, **settings: int) -> Iterator[DecoderRunner]:
+def runner_with(matrix: Matrix, proposer: str, k: int, **settings: int) -> Iterator[ModelRunner]:
     speculation = SpeculationConfig(proposer=proposer, num_draft_tokens=k)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         hook = load_hook(matrix.texts, 0.8)

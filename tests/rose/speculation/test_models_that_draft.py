@@ -10,8 +10,8 @@ import pytest
 
 from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
-from rose.decoder_runner import DecoderRunner
 from rose.kv_cache import BLOCK_SIZE
+from rose.model_runner import ModelRunner
 from rose.speculation import registry
 from rose.speculation.heads_random import write_random_head
 from tests.rose.speculation.checked import Checked, check_drafts
@@ -43,7 +43,7 @@ def configure(directory: Path, target: Path, kind: str, k: int, **settings: Any)
 @contextmanager
 def runner_with(
     directory: Path, speculation: SpeculationConfig, blocks: int = LARGE_CACHE
-) -> Iterator[tuple[DecoderRunner, Checked]]:
+) -> Iterator[tuple[ModelRunner, Checked]]:
     opened: list[Checked] = []
     with pytest.MonkeyPatch.context() as patch:
         loads = {name: check_drafts(load, opened) for name, load in registry.PROPOSERS.items()}
