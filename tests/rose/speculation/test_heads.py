@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ipc.types import ModelFacts
+from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
@@ -34,9 +35,13 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
     return Target(model, config, directory, facts, torch.float32, device)
 
 
+def inputs() -> Tensor:
+    """Embeddings and hidden states of seven tokens."""
+    return torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(5))
+
+
 def outputs(head: DraftHead) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    embedding, hidden = torch.randn(2, 7, 64, generator=generator)
+    embedding, hidden = inputs()
     return head(embedding, hidden, positions_of(hidden), attend)
 
 
@@ -120,3 +125,16 @@ def test_files_that_are_no_head(target: Target, tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ModelError, match=r"several layers \(layers\.1\., layers\.2\.\)"):
         load_head(directory, target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_by_kernels(target: Target, tmp_path: Path, kind: HeadKind) -> None:
+    """As a GPU runs it, in Triton's interpreter where there is none."""
+    head = load_head(write_random_head(tmp_path / "head", target.directory, kind), target)[0]
+    expected = outputs(head)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    head = head.to(device)
+    use_kernels(head)
+    embedding, hidden = inputs().to(device)
+    found = head(embedding, hidden, positions_of(hidden).to(device), attend)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
