@@ -112,8 +112,13 @@ def _model_problems(config: "ServiceConfig") -> Iterator[str]:
 
 
 def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[str]:
-    if speculation.proposer == "draft_model" and speculation.model is None:
-        yield f"{key}.model: missing; a draft model is a directory of its own"
+    if speculation.proposer == "draft_model" and (speculation.model is None) == (speculation.num_layers is None):
+        wrong = "missing" if speculation.model is None else "not together with num_layers"
+        yield f"{key}.model: {wrong}; a draft model has a directory, or num_layers of the target's own first layers"
+    if speculation.proposer == "mtp" and speculation.model is None:
+        yield f"{key}.model: missing; a head has a directory of its own"
+    if speculation.proposer != "draft_model" and speculation.num_layers is not None:
+        yield f"{key}.num_layers: only proposer 'draft_model' has layers; remove it"
     if speculation.proposer in ("none", "n_gram") and speculation.model is not None:
         yield f"{key}.model: proposer {speculation.proposer!r} has no model; remove it"
     table = tuple((batch, length) for batch, length in speculation.draft_lengths)

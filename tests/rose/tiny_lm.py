@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.rose.random_models import QWEN3_LAYER
@@ -67,6 +67,20 @@ def write_qwen3(directory: Path, *, seed: int = 0, tokenizer: bool = False, **ch
         "tie_word_embeddings": True,
     }
     return _write(directory, config | changes, seed, tokenizer)
+
+
+def write_relative(directory: Path, model: Path, *, noise: float) -> Path:
+    """The model in `model` with `noise` in every weight, as a part of its size: it says much the same."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.suffix == ".json":
+            (directory / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        tensor.mul_(1 + noise * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:

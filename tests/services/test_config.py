@@ -126,6 +126,12 @@ def test_paths_become_absolute() -> None:
         (drafting(num_draft_tokens=17), "models[0].rank.speculation.num_draft_tokens: must be 1..16, got 17"),
         (drafting(proposer="eagle9"), "models[0].rank.speculation.proposer: expected 'none' or 'n_gram' or"),
         (drafting(proposer="draft_model"), "models[0].rank.speculation.model: missing"),
+        (drafting(proposer="mtp"), "models[0].rank.speculation.model: missing"),
+        (
+            drafting(proposer="draft_model", model="x", num_layers=2),
+            "models[0].rank.speculation.model: not together with num_layers",
+        ),
+        (drafting(num_layers=2), "models[0].rank.speculation.num_layers: only proposer 'draft_model' has layers"),
         (drafting(model="x"), "models[0].rank.speculation.model: proposer 'n_gram' has no model; remove it"),
         (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
         (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),

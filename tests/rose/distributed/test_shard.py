@@ -17,6 +17,7 @@ from rose.models.task import read_task
 from rose.runners import make_runner
 from rose.weights import loader
 from tests.rose.random_models import bert
+from tests.rose.test_gguf import convert
 from tests.rose.tiny_lm import write_llama, write_qwen3
 
 CPU = torch.device("cpu")
@@ -102,3 +103,14 @@ def test_queries_stay_with_their_keys(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.qkv_proj.weight"
     q, k, v = load(directory)[name].split((64, 32, 32))
     torch.testing.assert_close(load(directory, Silent(1))[name], torch.cat((q[32:], k[16:], v[16:])))
+
+
+def test_a_gguf_file_is_divided_alike(tmp_path: Path) -> None:
+    directory = write_llama(tmp_path)
+    expected = load(directory, Silent(1))
+    convert(directory)
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    found = load(directory, Silent(1))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values)

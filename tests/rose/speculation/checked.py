@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rose.attention.interface import AttentionShape
 from rose.config import SpeculationConfig
+from rose.speculation.hook import Hook, Texts
 from rose.speculation.mtp import Mtp
 from rose.speculation.protocol import (
     Closing,
@@ -24,6 +25,7 @@ from rose.speculation.protocol import (
     Target,
 )
 
+EACH = 3
 CLOSE = 1e-3  # logits that may stand in another order
 
 
@@ -44,11 +46,16 @@ def positions_of(ids: Tensor) -> Tensor:
 
 
 class Checked:
-    """`num_checked`: drafts that were compared; `num_lapsed`: rows that had none."""
+    """Of every `EACH` rows one is compared. `num_checked`: drafts that were; `num_lapsed`: rows that had none.
 
-    def __init__(self, proposer: Proposer, target: Target, parts: ProposerParts) -> None:
+    Random heads are hardly ever right, so with one the target gets drafts of `texts` (rose.speculation.hook) instead:
+    what it accepts must not matter to what the head says next.
+    """
+
+    def __init__(self, proposer: Proposer, target: Target, parts: ProposerParts, texts: Texts) -> None:
         self._proposer, self._target, self._residents = proposer, target, parts.residents
-        self.num_checked = self.num_lapsed = 0
+        self._hook = Hook(parts.residents.slots, texts, 0.7, target.facts.vocab_size)
+        self._num_rows = self.num_checked = self.num_lapsed = 0
 
     def propose(self, rows: DraftRows) -> Drafts:
         drafts = self._proposer.propose(rows)
@@ -56,8 +63,13 @@ class Checked:
             count, limit = int(drafts.counts[row]), int(rows.limits[row])
             assert count in (0, limit)
             self.num_lapsed += count < limit
-            self._check(slot, drafts.tokens[row, :count])
-        return drafts
+            self._num_rows += 1
+            if self._num_rows % EACH == 0:
+                self._check(slot, drafts.tokens[row, :count])
+        if not isinstance(self._proposer, Mtp):
+            return drafts
+        others = self._hook.propose(rows)
+        return Drafts(others.tokens, torch.minimum(drafts.counts, others.counts))
 
     def accepted(self, step: Closing) -> None:
         self._proposer.accepted(step)
@@ -104,7 +116,7 @@ class Checked:
         return say
 
 
-def check_drafts(load: LoadProposer, opened: list[Checked]) -> LoadProposer:
+def check_drafts(load: LoadProposer, opened: list[Checked], texts: Texts) -> LoadProposer:
     """The same proposer, checked; what is opened is put in `opened`."""
 
     class Source:
@@ -113,7 +125,7 @@ def check_drafts(load: LoadProposer, opened: list[Checked]) -> LoadProposer:
             self.kv_shape = source.kv_shape
 
         def open(self, parts: ProposerParts) -> Checked:
-            opened.append(Checked(self._source.open(parts), self._target, parts))
+            opened.append(Checked(self._source.open(parts), self._target, parts, texts))
             return opened[-1]
 
     def load_checked(config: SpeculationConfig, target: Target) -> Source:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ipc.step import StepPlan, StepResult
-from ipc.step_ring import generate_layout, local_slots
+from ipc.step_ring import Arrays, generate_layout, local_slots
 from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
 from rose.model_runner import ModelRunner
@@ -45,14 +45,15 @@ class Answer:
 
 
 class Replica:
-    """`aborts`: jobs that are given up once they have so many tokens."""
+    """`slots`: of a ring that the runner knows. `aborts`: jobs that are given up once they have so many tokens."""
 
-    def __init__(self, runner: ModelRunner, **planner: Any) -> None:
-        runner.attach(None)
+    def __init__(self, runner: ModelRunner, slots: list[Arrays] | None = None, **planner: Any) -> None:
+        if slots is None:
+            runner.attach(None)
         self.runner = runner
         self.stats = Stats("tiny/0")
         self.planner = GeneratePlanner(runner.facts, SchedulerConfig(), self.stats, Quarantine(1000), **planner)
-        self.slots = local_slots(generate_layout(runner.facts))
+        self.slots = slots or local_slots(generate_layout(runner.facts))
         self.free = deque(range(len(self.slots)))
         self.flying: deque[tuple[StepPlan, LazyTensor]] = deque()
         self.answers: dict[int, Answer] = {}

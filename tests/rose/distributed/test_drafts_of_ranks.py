@@ -1,0 +1,53 @@
+"""Drafts of two ranks: the tokens are those of one without, whoever drafts and on how many ranks it runs."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rose.config import SpeculationConfig
+from rose.speculation.heads_random import write_random_head
+from tests.rose.distributed.ranks import Ranks
+from tests.rose.speculation.matrix import BLOCK_BYTES, LIMITS, Matrix, make_runner
+from tests.rose.speculation.replica import Replica
+from tests.rose.tiny_lm import write_llama, write_relative
+
+MANY_BLOCKS = 200  # as many as all sequences can use, on one rank or two
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(write_llama(tmp_path_factory.mktemp("target"), tokenizer=True))
+
+
+def configure(kind: str, target: Path, directory: Path) -> SpeculationConfig:
+    match kind:
+        case "n_gram":
+            return SpeculationConfig(proposer="n_gram", num_draft_tokens=2)
+        case "another model":  # on the leader alone
+            model = str(write_relative(directory, target, noise=0.1))
+            return SpeculationConfig(proposer="draft_model", model=model, num_draft_tokens=2)
+        case "first layer":  # each rank has its part
+            return SpeculationConfig(proposer="draft_model", num_layers=1, num_draft_tokens=2)
+    head = write_random_head(directory, target, kind)  # type: ignore[arg-type]
+    return SpeculationConfig(proposer="mtp", model=str(head), num_draft_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["n_gram", "another model", "first layer", "mtp", "eagle"])
+def test_tokens_are_those_without_and_drafts_those_of_one_rank(
+    ranks: Ranks, matrix: Matrix, tmp_path: Path, kind: str
+) -> None:
+    speculation = configure(kind, matrix.directory, tmp_path)
+    one = make_runner(matrix.directory, speculation, MANY_BLOCKS)
+    alone = Replica(one)
+    alone.run(matrix.jobs, random.Random(1), arrival=0.8)
+    one.close()
+    settings = {"dtype": "float32", "kv_cache_bytes": MANY_BLOCKS * BLOCK_BYTES} | LIMITS
+    runner = ranks.load(matrix.directory, speculation=speculation, **settings)
+    replica = Replica(runner, runner.slots)  # type: ignore[arg-type]
+    found = replica.run(matrix.jobs, random.Random(1), arrival=0.8)
+    assert [(answer.tokens, answer.end) for answer in found] == [(each.tokens, each.end) for each in matrix.answers]
+    assert replica.figures.num_accepted_tokens > 0
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_at"):
+        assert getattr(replica.figures, name) == getattr(alone.figures, name)
+    runner.close()
