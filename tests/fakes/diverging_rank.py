@@ -26,7 +26,7 @@ def forgetful(runner: Any, token_id: int, once: Path) -> Any:
         if forgets and not once.exists():
             once.touch()
             runner.drain()
-            runner._decoder._decoder._residents.slots.num_tokens[0] -= 1
+            runner.device._decoder._residents.slots.num_tokens[0] -= 1
         return lazy
 
     runner.step = step_and_forget
