@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ipc.step import StepPlan, StepResult
+from ipc.step import StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays, generate_layout, local_slots
 from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
 from rose.model_runner import ModelRunner
-from rose.runner import LazyTensor
+from rose.runner import LazyTensor, OutOfMemory
 from scheduler.config import SchedulerConfig
 from scheduler.llm.figures import Figures
 from scheduler.llm.planner import GeneratePlanner
@@ -96,9 +96,13 @@ class Replica:
 
     def _finish(self) -> None:
         plan, lazy = self.flying.popleft()
-        while not lazy.ready():
-            select.select([lazy.fileno()], [], [], 1.0)
-        self._take(self.planner.apply(StepResult(0, plan.step), self.slots[plan.slot], 1.0))
+        result: StepResult | StepFailed = StepResult(0, plan.step)
+        try:
+            while not lazy.ready():
+                select.select([lazy.fileno()], [], [], 1.0)
+        except OutOfMemory as error:
+            result = StepFailed(0, plan.step, "oom", str(error))
+        self._take(self.planner.apply(result, self.slots[plan.slot], 1.0))
         self.free.append(plan.slot)
 
     def _take(self, replies: list[Reply]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,28 @@ def test_together(matrix: Matrix, proposer: str, k: int) -> None:
         assert len(figures.num_accepted_at) == k
         assert sum(figures.num_accepted_at) == figures.num_accepted_tokens
         assert figures.num_accepted_at == sorted(figures.num_accepted_at, reverse=True)
+
+
+@pytest.mark.parametrize("place", ["accepted", "prefill", "logprobs"])
+def test_steps_that_do_not_fit(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Drafts that were taken in a step without memory to end are neither counted nor met by grammars."""
+    with runner_with(matrix, OFTEN, 3) as runner:
+        decoder = runner.device._decoder  # type: ignore[attr-defined]
+        failing = decoder._residents.sampler if place == "logprobs" else decoder._proposer
+        run, num_calls = getattr(failing, place), 0
+
+        def run_out(*args: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            result = run(*args)
+            if num_calls in (3, 7, 15):
+                raise MemoryError
+            return result
+
+        monkeypatch.setattr(failing, place, run_out)
+        replica = matrix.check_together(runner)
+        assert replica.stats.step_failures["oom"] >= 3
+        assert replica.figures.num_accepted_tokens > 0
 
 
 def test_alone(matrix: Matrix) -> None:
