@@ -153,12 +153,11 @@ def test_out_of_memory_keeps_the_tables_and_moves_no_row(
     assert second.tokens == model.greedy(prompt(12, 1), 5)
 
 
-@pytest.mark.parametrize("place", ["adjust", "choose", "logprobs", "prefill"])
+@pytest.mark.parametrize("place", ["adjust", "choose", "logprobs"])
 def test_out_of_memory_behind_the_forward_pass_is_undone(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Neither penalties nor grammars meet a token twice, be it of an earlier life or just drawn; `prefill` is whoever
-    drafts."""
+    """Neither penalties nor grammars meet a token twice, be it of an earlier life or just drawn."""
     params = SamplingParams(
         temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, logprobs=1, grammar="start: /[xyz]{30}/"
     )
@@ -169,9 +168,7 @@ def test_out_of_memory_behind_the_forward_pass_is_undone(
     def try_twice(first: int, second: int, admit: list[Seq]) -> None:
         num_computed = back.num_computed
         with monkeypatch.context() as patch:
-            decoder = driver.runner.device._decoder
-            ops = decoder._residents.sampler._ops
-            patch.setattr(decoder._proposer if place == "prefill" else ops, place, no_memory)
+            patch.setattr(driver.runner.device._decoder._residents.sampler._ops, place, no_memory)
             lazy, _ = driver.launch([Row(back, first, KIND_PREFILL), Row(other)], admit=admit)
             driver.runner.drain()
             with pytest.raises(OutOfMemory):
