@@ -99,6 +99,7 @@ class Decoder:
         self._write_prompt_logprobs(rows, inputs, hidden, arrays)
         places, followed = residents.places(rows, inputs)
         logits = self._model.logits(hidden[followed])
+        residents.observe_prompts(rows, inputs)  # on every rank, like the output below: each one drafts by them
         decision = self.agreement.decision(
             lambda: self._decide(rows, drafts, inputs, places, logits),
             num_rows=len(rows.table),
@@ -107,8 +108,8 @@ class Decoder:
         close = self._proposer.prefill if rows.has_prompts else self._proposer.accepted
         given = residents.tensor(rows.num_given)
         close(Closing(inputs, hidden, decision.tokens, decision.num_new, given, rows.keep_draft))
-        if self._group.leads:  # late: a step that does not fit must not have counted anything
-            residents.count_output(rows, places, decision.tokens, decision.num_new)
+        # late: a step that does not fit must not have counted anything
+        residents.count_output(rows, places, decision.tokens, decision.num_new)
         lengths = residents.advance(rows, inputs, decision.tokens, decision.num_new)
         if self._group.leads:
             write_outputs(decision, lengths, arrays)
@@ -124,7 +125,7 @@ class Decoder:
         needs = residents.sampler.needs(rows.slots.tolist())
         drafts = self._proposer.propose(DraftRows(slots, limits, rows.draft_length, rows.max_kv_len, needs))
         said = self._group.broadcast(torch.cat((drafts.tokens, drafts.counts[:, None]), 1))
-        drafts = Drafts(said[:, :-1], said[:, -1], drafts.probabilities)
+        drafts = Drafts(said[:, :-1], said[:, -1].contiguous(), drafts.probabilities)
         residents.put_drafts(slots, drafts.tokens)
         return rows.with_drafts(drafts.counts.numpy()) if slots.is_cpu else rows, drafts
 
@@ -136,7 +137,6 @@ class Decoder:
         masks = residents.grammars.masks(rows, drafts.tokens.numpy(force=True))
         finite = logits.sum(dim=1).isfinite()  # a sum of finite logits is finite
         status, asks = residents.tensor(rows.status), residents.tensor(rows.samples)
-        residents.observe_prompts(rows, inputs)
         needs = residents.sampler.needs(rows.slots[rows.samples].tolist())
         bitmask = None if masks is None else residents.tensor(masks)
         tokens, num_new = verify(residents.sampler, logits, places, *drafts, needs=needs, bitmask=bitmask)

@@ -121,6 +121,10 @@ def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[
         yield f"{key}.num_layers: only proposer 'draft_model' has layers; remove it"
     if speculation.proposer in ("none", "n_gram") and speculation.model is not None:
         yield f"{key}.model: proposer {speculation.proposer!r} has no model; remove it"
+    if speculation.proposer in ("none", "n_gram") and speculation.draft_sampling != "greedy":
+        yield f"{key}.draft_sampling: proposer {speculation.proposer!r} draws no drafts; remove it"
+    if speculation.proposer != "mtp" and speculation.head_tokens != "auto":
+        yield f"{key}.head_tokens: only proposer 'mtp' has a head; remove it"
     table = tuple((batch, length) for batch, length in speculation.draft_lengths)
     if problem := find_table_problem(table, speculation.num_draft_tokens):
         yield f"{key}.draft_lengths: {problem}"

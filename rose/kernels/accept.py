@@ -44,6 +44,8 @@ def accept_draws(draws: Tensor, starts: Tensor, drafts: Tensor, counts: Tensor) 
     """See rose.speculation.accept.accept_draws; starts int32 [R + 1]: the first place of each row. draws int32 [N],
     drafts int32 [R, k], counts int32 [R] -> tokens int32 [R, k + 1], num_new int32 [R]."""
     num_rows, k = drafts.shape
+    assert all(each.is_contiguous() for each in (draws, starts, counts)), "read as dense"
+    assert drafts.stride(1) == 1, "rows are read as dense"
     tokens, num_new = draws.new_empty(num_rows, k + 1), torch.empty_like(counts)
     _accept_draws_kernel[(num_rows,)](
         draws, starts, drafts, counts, tokens, num_new, drafts.stride(0), k,
@@ -141,6 +143,8 @@ def accept_drawn(
     int32 [R + 1], drafts int32 [R, k], counts int32 [R], probabilities float32 [R, k, V], the last dimension of each
     contiguous -> tokens int32 [R, k + 1], num_new int32 [R]."""
     num_rows, k = drafts.shape
+    assert all(each.is_contiguous() for each in (positions, starts, counts)), "read as dense"
+    assert all(each.stride(-1) == 1 for each in (weights, drafts, probabilities)), "rows are read as dense"
     tokens, num_new = drafts.new_zeros(num_rows, k + 1), torch.empty_like(counts)
     _accept_drawn_kernel[(num_rows,)](
         weights, seeds.contiguous(), positions, starts, drafts, counts, probabilities, tokens, num_new,

@@ -22,19 +22,6 @@ class GrammarError(ValueError):
     """A sequence's grammar cannot be followed here; it fails alone."""
 
 
-class _Matcher:
-    """One sequence's place in its grammar."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
-        self.num_beyond = 0  # tokens after the grammar's end, which the matcher does not see
-
-    def check(self) -> None:
-        """Raises GrammarError."""
-        if self.matcher.is_error():
-            raise GrammarError(_reason(self.matcher.get_error()))
-
-
 class Grammars:
     """Matchers of the sequences that have a grammar, by slot. Not for several threads.
 
@@ -49,7 +36,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._matchers: dict[int, _Matcher] = {}
+        self._matchers: dict[int, LLMatcher] = {}
 
     def admit(self, slot: int, grammar: str) -> None:
         """A sequence with a grammar enters a slot, whose mask then allows what the output may begin with.
@@ -64,31 +51,20 @@ class Grammars:
             self._compiled[grammar] = self._compile(grammar)
             if len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
-        self._matchers[slot] = _Matcher(self._compiled[grammar].deep_copy())
+        self._matchers[slot] = self._compiled[grammar].deep_copy()
 
     def accept(self, slot: int, tokens: Sequence[int]) -> None:
         """Tokens were put out, in order. Raises GrammarError: one that the grammar does not allow here.
 
         Nothing happens for a slot without a grammar.
         """
-        state = self._matchers.get(slot)
-        if state is None:
+        matcher = self._matchers.get(slot)
+        if matcher is None:
             return
         for token in tokens:
-            if state.matcher.is_stopped() and not state.matcher.is_error():
-                state.num_beyond += 1
-            elif not state.matcher.consume_token(token):
-                state.check()
-
-    def rollback(self, slot: int, count: int) -> None:
-        """Takes back the last `count` accepted tokens. Raises GrammarError: there were fewer."""
-        state = self._matchers.get(slot)
-        if state is None:
-            return
-        beyond = min(count, state.num_beyond)
-        state.num_beyond -= beyond
-        if count > beyond and not state.matcher.rollback(count - beyond):
-            state.check()
+            is_over = matcher.is_stopped() and not matcher.is_error()
+            if not is_over and not matcher.consume_token(token):
+                _check(matcher)
 
     def fill(self, bitmask: NDArray[np.int32], slots: Sequence[int]) -> dict[int, GrammarError]:
         """Row i of the mask becomes what slots[i] may go on with, all ones for a slot without a grammar.
@@ -96,7 +72,7 @@ class Grammars:
         bitmask int32 [R, ceil(vocab_size / 32)], contiguous; bit b of word w is token 32 · w + b. Rows are filled in
         parallel. Returns the rows whose grammar has failed (it outgrew a limit, say); their masks mean nothing.
         """
-        present = [(self._matchers[slot].matcher, row) for row, slot in enumerate(slots) if slot in self._matchers]
+        present = [(self._matchers[slot], row) for row, slot in enumerate(slots) if slot in self._matchers]
         bitmask[: len(slots)] = -1
         if len(present) == 1:
             fill_next_token_bitmask(present[0][0], bitmask, present[0][1])
@@ -107,15 +83,20 @@ class Grammars:
 
     def fill_ahead(self, bitmask: NDArray[np.int32], slot: int, tokens: Sequence[int]) -> None:
         """What may come after each further one of `tokens`, which are not put out: row i of the mask is after the first
-        i, row 0 is there. Behind one that may not come rows stay as they are. int32 [len(tokens) + 1, words]."""
-        state, count = self._matchers[slot], 0
-        for token in tokens:
-            if not bitmask[count, token >> 5] >> (token & 31) & 1:
-                break
-            self.accept(slot, [token])
-            count += 1
-            fill_next_token_bitmask(state.matcher, bitmask, count)
-        self.rollback(slot, count)
+        i, row 0 is there. Behind one that may not come, or that the grammar fails at, rows stay as they are. int32
+        [len(tokens) + 1, words], all ones behind row 0.
+
+        On a copy, since a matcher does not recover from a failure: that of a token which is never put out is nobody's.
+        """
+        ahead = self._matchers[slot].deep_copy()
+        for count, token in enumerate(tokens, start=1):
+            allowed = bitmask[count - 1, token >> 5] >> (token & 31) & 1
+            if not allowed or not (ahead.is_stopped() or ahead.consume_token(token)):
+                return
+            fill_next_token_bitmask(ahead, bitmask, count)
+            if ahead.is_error():
+                bitmask[count] = -1
+                return
 
     def release(self, slot: int) -> None:
         """The slot's sequence has no grammar any more."""
@@ -126,7 +107,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._load(), grammar, log_level=0)
-        _Matcher(matcher).check()
+        _check(matcher)
         return matcher
 
     def _load(self) -> LLTokenizer:
@@ -138,6 +119,12 @@ class Grammars:
                 text = f"the model's tokenizer cannot be used for structured output: {self._path}: {error}"
                 raise GrammarError(text) from error
         return self._tokenizer
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises GrammarError."""
+    if matcher.is_error():
+        raise GrammarError(_reason(matcher.get_error()))
 
 
 def _reason(text: str) -> str:

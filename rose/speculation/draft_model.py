@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from rose.attention.interface import Attend
@@ -25,7 +24,7 @@ from rose.models.task import read_task
 from rose.slots import RowInputs
 from rose.speculation.drafting import DraftLM, Draws, Tokens, one_token_rows, use_device_head
 from rose.speculation.kept_blocks import KeptBlocks
-from rose.speculation.no_drafts import load_no_drafts
+from rose.speculation.no_drafts import load_no_drafts, no_drafts
 from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, ProposerSource, Target
 
 
@@ -37,15 +36,17 @@ class DraftModel:
         self._kept = KeptBlocks(parts.residents.slots)
 
     def propose(self, rows: DraftRows) -> Drafts:
+        limits = self._kept.limits(rows)
+        if limits is None:
+            return no_drafts(rows)
         draws, ids = _loop(self._model, self._parts, self._parts.caches, rows, sampled=self._sampled)
         tokens = one_token_rows(self._parts.residents.slots, rows, ids, rows.length)
         self._fill(tokens)
-        computed = self._parts.residents.slots.num_tokens[rows.slots] - 1
-        return draws.drafts(torch.where(self._kept.cover(rows.slots, computed), rows.limits, 0))
+        return draws.drafts(limits)
 
     def accepted(self, step: Closing) -> None:
         has_drafts = step.tokens.shape[1] > 1  # they have been filled as they were made
-        if step.keep_draft and not has_drafts:
+        if step.keep_draft and not has_drafts and self._kept.serves(step):
             self._fill(step.inputs)
         self._kept.close(step, filled=step.keep_draft or has_drafts)
 

@@ -22,6 +22,7 @@ from rose.models.llama import LlamaForCausalLM
 from rose.speculation.drafting import Draws, Tokens, one_token_rows, use_device_layers
 from rose.speculation.heads import DraftHead, load_head
 from rose.speculation.kept_blocks import KeptBlocks
+from rose.speculation.no_drafts import no_drafts
 from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, ProposerSource, Target, next_ids
 
 
@@ -39,6 +40,9 @@ class Mtp:
         self._hidden = weight.new_zeros(len(slots.num_tokens), len(weight))  # [S + 1, H]: whose logits come next
 
     def propose(self, rows: DraftRows) -> Drafts:
+        limits = self._kept.limits(rows)
+        if limits is None:
+            return no_drafts(rows)
         slots = self._parts.residents.slots
         draws = Draws(self._parts.residents, rows, sampled=self._sampled)
         hidden = self._hidden[rows.slots]
@@ -46,11 +50,10 @@ class Mtp:
             ids = draws.add(self._target.logits(hidden))
             if place + 1 < rows.length:
                 hidden = self._run(one_token_rows(slots, rows, ids, place), hidden)
-        computed = slots.num_tokens[rows.slots] - 1
-        return draws.drafts(torch.where(self._kept.cover(rows.slots, computed), rows.limits, 0))
+        return draws.drafts(limits)
 
     def accepted(self, step: Closing) -> None:
-        if step.keep_draft or step.tokens.shape[1] > 1:
+        if (step.keep_draft or step.tokens.shape[1] > 1) and self._kept.serves(step):
             self.prefill(step)
         else:
             self._kept.close(step, filled=False)

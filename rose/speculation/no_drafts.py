@@ -7,9 +7,13 @@ from rose.kv_cache import KVShape
 from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, Target
 
 
+def no_drafts(rows: DraftRows) -> Drafts:
+    return Drafts(rows.slots.new_zeros(len(rows.slots), rows.length), torch.zeros_like(rows.slots))
+
+
 class NoDrafts:
     def propose(self, rows: DraftRows) -> Drafts:
-        return Drafts(rows.slots.new_zeros(len(rows.slots), rows.length), torch.zeros_like(rows.slots))
+        return no_drafts(rows)
 
     def accepted(self, step: Closing) -> None:
         """Nothing is carried over."""

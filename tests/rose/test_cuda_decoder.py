@@ -12,7 +12,7 @@ from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
-from rose.cuda_decoder_load import run_largest_step
+from rose.cuda_decoder_load import load_cuda_decoder, run_largest_step
 from rose.kv_cache import KVShape, allocate
 from rose.model_runner import Loaded
 from rose.models.config import ModelError, read_config
@@ -343,3 +343,16 @@ def test_the_largest_step_runs_before_there_is_a_cache(tiny: Path) -> None:
     run_largest_step(model, replace(facts, **sizes), KVShape.of(config, torch.float32), attention, DEVICE)
     assert seen[0].shape == (facts.max_num_seqs, config.hidden_size)
     assert seen[0].isfinite().all()
+
+
+def test_drafts_are_refused_by_name(tiny: Path) -> None:
+    config = read_config(tiny)
+    model = load_model(tiny, config, read_task(tiny, config, "generate"), DEVICE, torch.float32)
+    driver = Driver(tiny, **SIZES)
+    facts = replace(driver.facts, max_draft_tokens=2)
+    driver.close()
+    with pytest.raises(ModelError, match=r'not there on GPUs yet: set rank.speculation.proposer = "none"'):
+        load_cuda_decoder(
+            model, config, facts, RankConfig(**SIZES), device=DEVICE, dtype=torch.float32,
+            tokenizer=tiny / "tokenizer.json", shapes=None,
+        )  # fmt: skip

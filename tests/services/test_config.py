@@ -133,6 +133,11 @@ def test_paths_become_absolute() -> None:
         ),
         (drafting(num_layers=2), "models[0].rank.speculation.num_layers: only proposer 'draft_model' has layers"),
         (drafting(model="x"), "models[0].rank.speculation.model: proposer 'n_gram' has no model; remove it"),
+        (drafting(draft_sampling="sampled"), "models[0].rank.speculation.draft_sampling: proposer 'n_gram' draws no"),
+        (
+            drafting(proposer="draft_model", num_layers=2, head_tokens="all"),
+            "models[0].rank.speculation.head_tokens: only proposer 'mtp' has a head",
+        ),
         (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
         (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),
         (drafting(draft_lengths=[[4]]), "models[0].rank.speculation.draft_lengths[0]: expected"),

@@ -169,6 +169,7 @@ class _Rank:
         self._runner: Any = None
         self._group: Any = None
         self._changes: dict[str, int] = {}
+        self._drafts: list[list[list[int]]] = []
 
     def load(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
         if self._runner is not None:
@@ -203,6 +204,22 @@ class _Rank:
     def forget_token(self, slot: int) -> None:
         """Makes this rank believe that a sequence is a token shorter."""
         self._runner.device._decoder._residents.slots.num_tokens[slot] -= 1
+
+    def keep_drafts(self) -> None:
+        """From now on what this rank drafts is kept, whatever the leader says: see `drafts`."""
+        proposer = self._runner.device._decoder._proposer
+        propose, self._drafts = proposer.propose, []
+
+        def keep(rows: Any) -> Any:
+            drafts = propose(rows)
+            self._drafts.append(drafts.tokens.tolist())
+            return drafts
+
+        proposer.propose = keep
+
+    def drafts(self) -> list[list[list[int]]]:
+        """Of every step since, row by row."""
+        return self._drafts
 
     def group(self, rendezvous: str) -> None:
         self._group = form_group(self._join(rendezvous), torch.device("cpu"))

@@ -45,9 +45,14 @@ def test_tokens_are_those_without_and_drafts_those_of_one_rank(
     settings = {"dtype": "float32", "kv_cache_bytes": MANY_BLOCKS * BLOCK_BYTES} | LIMITS
     runner = ranks.load(matrix.directory, speculation=speculation, **settings)
     replica = Replica(runner, runner.slots)  # type: ignore[arg-type]
+    ranks.call("keep_drafts")
     found = replica.run(matrix.jobs, random.Random(1), arrival=0.8)
     assert [(answer.tokens, answer.end) for answer in found] == [(each.tokens, each.end) for each in matrix.answers]
     assert replica.figures.num_accepted_tokens > 0
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_at"):
         assert getattr(replica.figures, name) == getattr(alone.figures, name)
+    leader, other = ranks.call("drafts")
+    assert leader
+    if kind != "another model":  # which the leader alone has
+        assert other == leader  # a rank that drafts another token would spoil those behind it on every rank
     runner.close()

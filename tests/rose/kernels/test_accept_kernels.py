@@ -37,6 +37,20 @@ def test_draws(k: int) -> None:
     assert len(expected.num_new.unique()) >= min(k, 4)
 
 
+def test_counts_with_gaps_are_refused() -> None:
+    """A column of a wider tensor, which would be read as if it were dense."""
+    k, spans = 2, spans_of([3, 3])
+    said = torch.zeros(2, k + 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(AssertionError, match="read as dense"):
+        kernels.accept_draws(said.new_zeros(6), spans.cu_seqlens.to(DEVICE), said[:, :-1], said[:, -1])
+    weights, seeds = torch.ones(6, VOCAB, dtype=torch.int64, device=DEVICE), said.new_zeros(6, 2)
+    probabilities = torch.ones(2, k, VOCAB, device=DEVICE)
+    with pytest.raises(AssertionError, match="read as dense"):
+        kernels.accept_drawn(
+            weights, seeds, said.new_zeros(6), spans.cu_seqlens.to(DEVICE), said[:, :-1], said[:, -1], probabilities
+        )
+
+
 def random_weights(num_places: int) -> Tensor:
     """A few tokens of most places weigh something, the largest 2^40."""
     weights = (torch.rand(num_places, VOCAB, generator=RANDOM).double() ** 40 * 2.0**WEIGHT_BITS).long()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ipc.types import SamplingParams
@@ -29,6 +30,11 @@ SCHEMA: dict[str, Any] = {
 }
 JSON = LLMatcher.grammar_from_json_schema(SCHEMA, {"whitespace_flexible": False})
 AB = LLMatcher.grammar_from_regex("(ab){2,3}")
+# text that begins with a has more readings than a matcher may follow
+_MANY = "\n".join(
+    f"x{i}: " + " | ".join(f"x{j} x{(i + j) % 40}" for j in range(0, 40, 2)) + ' | "a"' for i in range(40)
+)
+AMBIGUOUS = f'start: x0 | "b"+\n{_MANY}'
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,19 @@ def grammars(tokenizer: tuple[Path, Tokenizer]) -> Grammars:
 def allowed(grammars: Grammars, slot: int) -> set[int]:
     mask = np.zeros((1, WORDS), np.int32)
     assert grammars.fill(mask, [slot]) == {}
-    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    return tokens_of(mask)[0]
+
+
+def allowed_behind(grammars: Grammars, slot: int, drafts: list[int]) -> list[set[int]]:
+    """Before the drafts, and behind each."""
+    mask = np.full((len(drafts) + 1, WORDS), -1, np.int32)
+    assert grammars.fill(mask[:1], [slot]) == {}
+    grammars.fill_ahead(mask, slot, drafts)
+    return tokens_of(mask)
+
+
+def tokens_of(mask: NDArray[np.int32]) -> list[set[int]]:
+    return [set(np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")).tolist()) for line in mask]
 
 
 def test_random_logits_make_valid_json(grammars: Grammars, tokenizer: tuple[Path, Tokenizer]) -> None:
@@ -112,14 +130,32 @@ def test_end_of_a_grammar(grammars: Grammars, tokenizer: tuple[Path, Tokenizer])
     assert allowed(grammars, 0) == set(EOS)
     grammars.accept(0, [1, 1, 0])  # a sequence that ignores its end
     assert allowed(grammars, 0) == set(EOS)
-    grammars.rollback(0, 4)
-    assert allowed(grammars, 0) == {b}
-    grammars.rollback(0, 5)
-    assert allowed(grammars, 0) == {a}
-    grammars.accept(0, [a, b, a, b, 1])
-    assert allowed(grammars, 0) == set(EOS)
-    grammars.rollback(0, 2)
-    assert allowed(grammars, 0) == {b}
+
+
+def test_drafts_are_tried_and_not_put_out(grammars: Grammars, tokenizer: tuple[Path, Tokenizer]) -> None:
+    a, b = (tokenizer[1].token_to_id(letter) for letter in "ab")
+    grammars.admit(0, AB)
+    grammars.accept(0, [a])
+    assert allowed_behind(grammars, 0, [b, a, b, a, b]) == [{b}, {a}, {b}, {a, *EOS}, {b}, set(EOS)]
+    assert allowed_behind(grammars, 0, [b, a, b, 1, 0]) == [{b}, {a}, {b}, {a, *EOS}, set(EOS), set(EOS)]
+    everything = set(range(32 * WORDS))
+    assert allowed_behind(grammars, 0, [b, b, a]) == [{b}, {a}, everything, everything]
+    grammars.accept(0, [b, a, b])
+    assert allowed(grammars, 0) == {a, *EOS}
+
+
+def test_a_draft_that_is_not_taken_fails_nobody(grammars: Grammars, tokenizer: tuple[Path, Tokenizer]) -> None:
+    """A grammar that outgrows a limit at a draft has not done so at what comes instead."""
+    a, b = (tokenizer[1].token_to_id(letter) for letter in "ab")
+    grammars.admit(0, AMBIGUOUS)
+    first, *behind = allowed_behind(grammars, 0, [a] * 8)
+    assert {a, b} <= first
+    assert behind[-1] == set(range(32 * WORDS))
+    grammars.accept(0, [b])
+    assert b in allowed(grammars, 0)
+    grammars.admit(0, AMBIGUOUS)
+    with pytest.raises(GrammarError, match="Current row has"):
+        grammars.accept(0, [a] * 8)
 
 
 def test_what_is_not_allowed_fails_alone(grammars: Grammars, tokenizer: tuple[Path, Tokenizer]) -> None:
@@ -130,8 +166,6 @@ def test_what_is_not_allowed_fails_alone(grammars: Grammars, tokenizer: tuple[Pa
         grammars.accept(1, [a, a])
     with pytest.raises(GrammarError):
         grammars.accept(1, [b])
-    with pytest.raises(GrammarError):
-        grammars.rollback(2, 1)
     grammars.accept(0, [a])
     mask = np.zeros((3, WORDS), np.int32)
     assert set(grammars.fill(mask, [0, 1, 7])) == {1}
@@ -141,7 +175,6 @@ def test_what_is_not_allowed_fails_alone(grammars: Grammars, tokenizer: tuple[Pa
 
 def test_slots_without_a_grammar(grammars: Grammars) -> None:
     grammars.accept(3, [1, 2])
-    grammars.rollback(3, 1)
     assert 3 not in grammars
     grammars.admit(3, AB)
     assert 3 in grammars

@@ -2,18 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
 
+from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
 from rose.model_runner import ModelRunner
 from rose.speculation import registry
 from rose.speculation.hook import load_hook
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
+from tests.rose.speculation.replica import Replica
 from tests.rose.tiny_lm import write_llama, write_qwen3
 
 NGRAM, OFTEN = "n_gram", "hook"
+LETTER_A = 3 + ord("a")  # in the tiny models' vocabulary
+# more readings than a matcher may follow, from a few letters on
+AMBIGUOUS = "start: x0\n" + "\n".join(
+    f"x{i}: " + " | ".join(f"x{j} x{(i + j) % 40}" for j in range(0, 40, 2)) + ' | "a"' for i in range(40)
+)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -68,6 +76,18 @@ def test_steps_that_do_not_fit(matrix: Matrix, monkeypatch: pytest.MonkeyPatch, 
         replica = matrix.check_together(runner)
         assert replica.stats.step_failures["oom"] >= 3
         assert replica.figures.num_accepted_tokens > 0
+
+
+def test_a_grammar_that_outgrows_a_limit_among_the_drafts_fails_alone(matrix: Matrix) -> None:
+    """With its tokens drafted or one by one; the rank, and whoever is beside it, go on."""
+    prompt = [LETTER_A] * 20
+    with runner_with(matrix, NGRAM, 4) as runner:
+        params = SamplingParams(temperature=0.0, max_tokens=30, grammar=AMBIGUOUS, logit_bias={LETTER_A: 60.0})
+        replica = Replica(runner)
+        other, failed = replica.run([matrix.jobs[0], (prompt, params)], Random(1), arrival=1.0)
+        assert replica.figures.num_draft_tokens > 0
+    assert failed.end == "invalid"
+    assert other.same(matrix.answers[0])
 
 
 def test_alone(matrix: Matrix) -> None:

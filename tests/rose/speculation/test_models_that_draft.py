@@ -21,6 +21,8 @@ from tests.rose.tiny_lm import write_llama, write_qwen3, write_relative
 
 PROPOSERS = ["another model", "first layer", "mtp", "eagle"]
 LENGTHS = [("llama", 1), ("llama", 2), ("llama", 3), ("llama", 4), ("qwen3", 2)]  # k
+LONG, SHORT = 0, 9  # jobs of the matrix: the second ends after three tokens
+MOST_PROMPT_STEPS = 3  # of both
 BLOCKS = {"another model": 2 * SMALL_CACHE, "first layer": SMALL_CACHE}  # as many with the draft's own cache beside
 
 
@@ -120,3 +122,18 @@ def test_where_many_run_a_draft_lapses(matrix: Matrix, tmp_path: Path, kind: str
         checked.num_lapsed = checked.num_checked = 0
         matrix.check_alone(runner)
         assert checked.num_checked > 50
+
+
+@pytest.mark.parametrize("kind", ["another model", "mtp"])
+def test_what_has_lapsed_costs_no_more_passes(matrix: Matrix, tmp_path: Path, kind: str) -> None:
+    """A long sequence beside a short one, then alone: the draft runs over their prompts and never again."""
+    speculation = configure(tmp_path, matrix.directory, kind, 2, draft_lengths=[(1, 2)])
+    with runner_with(matrix, speculation) as (runner, checked):
+        module = checked._proposer._head if kind == "mtp" else checked._proposer._model  # type: ignore[attr-defined]
+        runs: list[None] = []
+        module.register_forward_hook(lambda *_: runs.append(None))
+        replica = Replica(runner)
+        found = replica.run([matrix.jobs[LONG], matrix.jobs[SHORT]], random.Random(1), arrival=1.0)
+        assert [answer.tokens for answer in found] == [matrix.answers[index].tokens for index in (LONG, SHORT)]
+        assert checked.num_lapsed > 15
+        assert len(runs) <= MOST_PROMPT_STEPS
