@@ -228,7 +228,7 @@ class LocalDealer:
         if not self._messages:
             self._connect()
             self._look()
-        return self._messages.popleft() if self._messages else None
+        return self.next_read()
 
     def next_read(self) -> list[bytes] | None:
         """As receive, of what has been read already."""

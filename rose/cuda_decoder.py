@@ -156,17 +156,8 @@ class CudaDecoder:
         self._stream.drain()
 
     def figures(self) -> dict[str, float]:
-        counters = self.graphs.counters
         return {
-            "graph_replays_total": counters.replays,
-            "graph_captures_total": counters.captures,
-            "graph_evictions_total": counters.evictions,
-            "graph_capture_seconds_total": counters.capture_seconds,
-            "graph_longest_capture_seconds": counters.longest_capture_seconds,
-            "graph_memory_bytes": counters.memory_bytes,
-            "graphs": self.graphs.num_graphs,
-            "graphs_waiting": self.graphs.num_waiting,
-            "eager_steps_total": counters.eager,
+            **self.graphs.figures(),
             "decode_rows_total": self._num_rows,
             "padding_rows_total": self._num_padding,
         }

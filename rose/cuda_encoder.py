@@ -139,18 +139,9 @@ class CudaEncoder:
         self._stream.drain()
 
     def figures(self) -> dict[str, float]:
-        counters = self.graphs.counters
         return {
-            "graph_replays_total": counters.replays,
-            "graph_captures_total": counters.captures,
-            "graph_evictions_total": counters.evictions,
-            "graph_capture_seconds_total": counters.capture_seconds,
-            "graph_longest_capture_seconds": counters.longest_capture_seconds,
-            "graph_memory_bytes": counters.memory_bytes,
-            "graphs": self.graphs.num_graphs,
-            "graphs_waiting": self.graphs.num_waiting,
+            **self.graphs.figures(),
             "graph_max_tokens": self._max_graph_tokens,
-            "eager_steps_total": counters.eager,
             "tokens_total": self._num_tokens,
             "padding_tokens_total": self._num_padding,
             **_memory_figures(),

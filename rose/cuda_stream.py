@@ -57,9 +57,7 @@ class CudaStream:
         self._num_bytes = num_bytes
         self._num_steps = num_steps
         self._copy = async_copies(self._stream.cuda_stream)
-        self._events = [
-            torch.cuda.Event() for _ in range(num_steps + 2)
-        ]  # one that is asked about is not recorded anew
+        self._events = [torch.cuda.Event() for _ in range(num_steps + 2)]  # more than are asked about at a time
         self._staging: list[tuple[Tensor, Tensor]] = []
         self._turn = 0
         self._landing: Callable[[], None] | None = None

@@ -110,6 +110,21 @@ class GraphManager:
         """Listed shapes that idle steps may still capture."""
         return self._policy.num_waiting
 
+    def figures(self) -> dict[str, float]:
+        """As rose.runner.Runner's."""
+        counters = self.counters
+        return {
+            "graph_replays_total": counters.replays,
+            "graph_captures_total": counters.captures,
+            "graph_evictions_total": counters.evictions,
+            "graph_capture_seconds_total": counters.capture_seconds,
+            "graph_longest_capture_seconds": counters.longest_capture_seconds,
+            "graph_memory_bytes": counters.memory_bytes,
+            "graphs": self.num_graphs,
+            "graphs_waiting": self.num_waiting,
+            "eager_steps_total": counters.eager,
+        }
+
     def _prepared_for(self, key: GraphKey) -> StaticAttention:
         """The key's attention, made anew; that of old shapes without a graph is forgotten."""
         warm = [each for each in self._attention if each not in self._graphs]
