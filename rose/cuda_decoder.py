@@ -139,7 +139,7 @@ class CudaDecoder:
         try:
             self.graphs.capture_listed(self._fill)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error)) from error
+            raise as_step_error(error) from error
         return self._stream.finish()
 
     @torch.inference_mode()

@@ -25,9 +25,10 @@ from rose.encoder import EncoderParts
 from rose.graph_policy import GraphKey, GraphPolicy, encode_shapes, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
+from rose.lazy_tensor import as_step_error
 from rose.models.config import ModelConfig, ModelError
 from rose.models.task import EmbedTask
-from rose.runner import LazyTensor, OutOfMemory
+from rose.runner import LazyTensor
 from rose.shape_list import from_leader, read_shapes, write_shapes
 from rose.static_encoder import StaticEncoder
 from rose.step_buffers import StepBuffers
@@ -112,7 +113,7 @@ class CudaEncoder:
         try:
             self.graphs.run(key, offsets[: key.num_seqs + 1].tolist())
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error)) from error
+            raise as_step_error(error) from error
         if self._group.leads:
             stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][: buffers.output_bytes(num_seqs)]))
         return stream.finish()
@@ -126,7 +127,7 @@ class CudaEncoder:
         try:
             self.graphs.capture_listed(self._fill)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error)) from error
+            raise as_step_error(error) from error
         return self._stream.finish()
 
     def attach(self, ring: StepRing | None) -> None:

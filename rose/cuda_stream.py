@@ -85,7 +85,7 @@ class CudaStream:
             return
         staged = self._buffers()[1][: len(target)]
         staged.copy_(source[: len(target)], non_blocking=True)
-        self._landing = partial(_copy, torch.from_numpy(target), staged)
+        self._landing = partial(np.copyto, target, staged.numpy())
 
     def finish(self) -> CudaLazyTensor:
         event = self._events[self._turn % len(self._events)]
@@ -116,7 +116,3 @@ class CudaStream:
             inputs, outputs = (torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in self._num_bytes)
             self._staging.append((inputs, outputs))
         return self._staging[self._turn % len(self._staging)]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

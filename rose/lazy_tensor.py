@@ -5,6 +5,7 @@ What computes the result is elsewhere: threads (rose.cpu_stream) or a CUDA strea
 
 import os
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -98,5 +99,6 @@ def as_step_error(error: BaseException) -> BaseException:
     """OutOfMemory for what a smaller step may cure, else the error itself."""
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in text for words in _NO_MEMORY):
+        traceback.clear_frames(error.__traceback__)  # they hold what the step had made, as long as the error is kept
         return OutOfMemory(str(error))
     return error

@@ -13,7 +13,8 @@ from ipc.control import Join
 from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing
 from ipc.types import ModelFacts
-from rose.runner import LazyTensor, OutOfMemory
+from rose.lazy_tensor import as_step_error
+from rose.runner import LazyTensor
 
 
 class Device(Protocol):
@@ -71,7 +72,7 @@ class ModelRunner:
         try:
             self.use(self.loader.load(join))
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error)) from error
+            raise as_step_error(error) from error
         self.facts = self.loader.facts
         self.loader.warm_up(self)
         return self.facts
