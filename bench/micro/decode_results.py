@@ -32,6 +32,8 @@ def step_rows(document: Record) -> Iterator[Row]:
             yield compare(
                 "step alone", case, "gpu_ms", record["gpu_ms"], record["plain_ms"], "graph of library kernels"
             )
+    for record in records(document, "gaps"):
+        yield Row("between replays", f"{record['rows']} rows", "share", round(record["share"], 4))
     for record in records(document, "prefill"):
         peer = record.get("peer_ms")
         case = f"{record['tokens']} tokens"

@@ -2,7 +2,7 @@
 
     python -m bench.micro.decode_step [--out DIR] [--only PART,PART] [--point FILTER] [--budget-s 270]
 
-Parts, in this order: correct, step, profile, prefill, products, attention.
+Parts, in this order: correct, step, gaps, profile, prefill, products, attention.
 
 Random weights made on the device, bfloat16, 512 tokens of context. Floor: all weights but the embedding, and the keys
 and values, over 4.3 TB/s. What is expected to make up a step: the matrix products by far (4.06 ms of it, measured alone
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench.micro import decode_attention, decode_products
+from bench.micro import decode_attention, decode_gaps, decode_products
 from bench.micro.gpu_timing import BYTES_PER_S, FLOP_PER_S, attempt, save, versions
 from bench.micro.random_decoders import BF16, GREEDY, Pass, Seated, llama_8b, random_model
 from ipc.types import SamplingParams
@@ -37,7 +37,7 @@ PLAIN_MS = {1: 4.74, 8: 5.06, 32: 5.60, 128: 7.93}  # the best plain graph of li
 PEER_PROMPT_MS = {512: 14.9, 8192: 211.0}  # to its first token
 PEER_MS = {1: 4.961, 8: 5.120, 32: 5.817, 128: 8.377}  # vLLM 0.22.0, time per output token
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=1)
-PARTS = ("correct", "step", "profile", "prefill", "products", "attention")  # what may fault comes last
+PARTS = ("correct", "step", "gaps", "profile", "prefill", "products", "attention")  # what may fault comes last
 NUM_QUEUED = 100
 
 Left = Callable[[], float]
@@ -173,6 +173,13 @@ def step_line(record: dict[str, Any]) -> str:
 # --- where it goes ------------------------------------------------------------------------------------------
 
 
+def gaps(left: Left) -> list[dict[str, Any]]:
+    bench = Seated(llama_8b(), whole_model(), num_seqs=max(ROWS), context=CONTEXT, room=256)
+    records = decode_gaps.measure(bench, ROWS, left)
+    bench.close()
+    return records
+
+
 def kernels(left: Left) -> dict[str, Any]:
     """Of one replay: kernels by name, their number and microseconds; the same step without dependent launch."""
     found: dict[str, Any] = {}
@@ -275,6 +282,7 @@ def main() -> None:
     runs: dict[str, Callable[[], Any]] = {
         "correct": correct,
         "step": lambda: step(left),
+        "gaps": lambda: gaps(left),
         "profile": lambda: kernels(left),
         "prefill": lambda: prefill(left),
         "products": lambda: decode_products.measure(left),
@@ -294,6 +302,8 @@ def main() -> None:
         print(f"{name}: {document.get(name, {}).get('error', 'done')}")
     for record in document.get("step", {}).get("result", []):
         print(step_line(record))
+    for record in document.get("gaps", {}).get("result", []):
+        print(decode_gaps.gap_line(record))
     for line in decode_attention.summary(document.get("attention", {}).get("result", [])):
         print(line)
     for record in document.get("prefill", {}).get("result", []):
