@@ -1,9 +1,5 @@
 """Gaps between replays are found in a profile's spans."""
 
-import pytest
-
-pytest.importorskip("triton")
-
 from bench.micro.decode_gaps import Span, gaps
 
 
