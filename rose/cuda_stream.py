@@ -4,7 +4,9 @@ Nothing here waits for the device but `drain`. Slots are page-locked where the d
 and for slots that are plain memory of this process, copies go through page-locked buffers of our own.
 """
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -100,11 +102,12 @@ class CudaStream:
         torch.cuda.graph would wait for the device and collect garbage first.
         """
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        with _no_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
     def drain(self) -> None:
@@ -116,3 +119,16 @@ class CudaStream:
             inputs, outputs = (torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in self._num_bytes)
             self._staging.append((inputs, outputs))
         return self._staging[self._turn % len(self._staging)]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python frees no cycles meanwhile: among them may be old graphs, events and page-locked memory, and to free those
+    during a capture spoils it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
