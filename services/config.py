@@ -18,7 +18,7 @@ from scheduler.config import SchedulerConfig
 from services.config_checks import ConfigError, find_conflicts, find_problems
 from services.files import write_private
 from services.overrides import apply_overrides
-from services.source_names import LocalSource, SourceError, parse_source
+from services.source_names import LocalSource, RandomSource, SourceError, parse_source
 
 CONFIG_NAME = "bouquet.toml"
 
@@ -27,7 +27,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One served model. Once loaded, `rank` and `scheduler` hold the defaults with this model's overrides."""
 
     name: str  # as clients say it
-    source: str  # hf:owner/name[@revision] | pypi:name==version | a directory
+    source: str  # hf:owner/name[@revision] | pypi:name==version | random:shape[?seed=..] | a directory
     replicas: int = 1
     tensor_parallel_size: int = 1
     memory_fraction: float | None = None  # of each device; None: what [rank] says
@@ -146,6 +146,8 @@ def _with_absolute_sources(config: ServiceConfig, base: Path) -> tuple[ServiceCo
             source = parse_source(model.source, base)
             if isinstance(source, LocalSource):
                 model = msgspec.structs.replace(model, source=str(source.path))
+            elif isinstance(source, RandomSource):
+                model = msgspec.structs.replace(model, source=source.spelling)
         except SourceError as error:
             problems.append(f"models[{index}].source: {error}")
         models.append(_with_absolute_draft(model, base))

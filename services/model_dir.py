@@ -3,6 +3,7 @@
 import json
 from pathlib import Path, PurePosixPath
 
+from services.random_source import WEIGHTS_FILE
 from services.source_names import SourceError
 
 
@@ -29,7 +30,8 @@ def check_model_dir(directory: Path) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files the model consists of, or its model.gguf; those an index names may be missing."""
+    """The safetensors files the model consists of, or its model.gguf, or what random weights are made from; those an
+    index names may be missing."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -37,8 +39,9 @@ def _weight_files(directory: Path) -> list[Path]:
             return [directory / PurePosixPath(name).name for name in sorted(names)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"{index} is not an index of safetensors files: {error!r}") from None
-    if files := sorted(directory.glob("*.safetensors")) or sorted(directory.glob("model.gguf")):
-        return files
+    for pattern in ("*.safetensors", "model.gguf", WEIGHTS_FILE):
+        if files := sorted(directory.glob(pattern)):
+            return files
     hint = ""
     if others := sorted(path.name for path in directory.glob("*.gguf")):
         hint = f" (it has {others[0]}: name that file itself as the source)"

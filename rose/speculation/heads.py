@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rose.attention.interface import Attend
@@ -36,7 +35,7 @@ from rose.layers.rotary import Rotary
 from rose.models.config import ModelConfig, ModelError, read_config
 from rose.models.llama import FUSED, LlamaAttention
 from rose.speculation.protocol import Target
-from rose.weights.loader import load_weights, weight_files
+from rose.weights.loader import load_weights, tensor_names, weight_files
 
 HeadKind = Literal["mtp", "eagle"]
 _LAYER = re.compile(r"^(model\.)?layers\.\d+\.")
@@ -88,7 +87,7 @@ def load_head(directory: Path, target: Target) -> tuple[DraftHead, ModelConfig]:
     """The head in `directory`, or this rank's part of it, and its shape. Raises ModelError."""
     config = read_config(directory)
     _check(directory, config, target)
-    names = _names(directory)
+    names = [name for file in weight_files(directory) for name in tensor_names(file)]
     stems = {_LAYER.sub("", name) for name in names}
     kind: HeadKind = "mtp" if "eh_proj.weight" in stems else "eagle"
     default = torch.get_default_dtype()
@@ -104,18 +103,6 @@ def load_head(directory: Path, target: Target) -> tuple[DraftHead, ModelConfig]:
     head.prefixes = tuple(beginnings)
     load_weights(head, weight_files(directory))
     return head.requires_grad_(False).eval(), config
-
-
-def _names(directory: Path) -> list[str]:
-    """Of all tensors. Raises ModelError."""
-    names: list[str] = []
-    for file in weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names += tensors.keys()
-        except SafetensorError as error:
-            raise ModelError(f"{file} is damaged ({error}): fetch the head again, as safetensors") from None
-    return names
 
 
 def _check(directory: Path, head: ModelConfig, target: Target) -> None:

@@ -1,7 +1,7 @@
 """Streams a model's weight files into its parameters, one tensor at a time. Strict: nothing missing, nothing over.
 
 A rank reads its part of each tensor and no more of safetensors; of GGUF, whose blocks must be turned into numbers
-first, it keeps its part.
+first, it keeps its part; of random weights it makes its part, on its device.
 
 What it asks of a model (class or instance attributes): `fused` {our module: the file's modules, stacked}, `prefixes`
 that file names may carry, `unused` beginnings of names to leave alone, `tied` {parameter: the one it copies}.
@@ -9,7 +9,7 @@ that file names may carry, `unused` beginnings of names to leave alone, `tied` {
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rose.distributed.shard import Shard
 from rose.layers.linear import FusedLinear, RowsLinear
 from rose.models.config import ModelError, read_json
+from rose.weights import random
 
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of layer norms in files from before 2019
 _COMPUTED = (".rotary_emb.inv_freq",)  # ends of names of buffers that old files hold
@@ -25,13 +26,14 @@ _MAX_NAMED = 8  # tensors named in an error
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The model's safetensors files, one or those an index names, else its GGUF file. Raises ModelError."""
-    index = directory / "model.safetensors.index.json"
-    single, quantised = directory / "model.safetensors", directory / "model.gguf"
+    """The model's safetensors files, one or those an index names, else its GGUF file or the one that random weights are
+    made from. Raises ModelError."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    others = [directory / name for name in ("model.gguf", random.FILE_NAME) if (directory / name).exists()]
     if index.exists():
         files = [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    elif quantised.exists() and not single.exists():
-        return [quantised]
+    elif others and not single.exists():
+        return others[:1]
     else:
         files = [single]
     for file in files:
@@ -52,12 +54,41 @@ def load_weights(model: nn.Module, files: list[Path]) -> None:
     target.check_complete(files[0].parent)
 
 
+def tensor_names(file: Path) -> list[str]:
+    """Of all tensors in a safetensors file, or in one of random weights. Raises ModelError."""
+    if file.name == random.FILE_NAME:
+        return list(random.read_random(file).tensors)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged ({error}): fetch the model again, as safetensors") from None
+
+
+class Stored(Protocol):
+    """A tensor of a file, to be had in part."""
+
+    shape: tuple[int, ...]
+
+    def fill(self, place: Tensor, shard: Shard | None) -> None:
+        """Writes the whole, or the entries of `shard`, into `place`, in its dtype and on its device."""
+
+    def rows(self, rows: Sequence[int], like: Tensor) -> Tensor:
+        """A few rows [len(rows), ...] for a place on the device and in the dtype of `like`."""
+
+
 class _Stored:
-    """A tensor of a file, to be read in part."""
+    """What has its numbers in a file."""
 
     def __init__(self, source: Any, shape: Sequence[int]) -> None:
         self._source = source
         self.shape = tuple(shape)
+
+    def fill(self, place: Tensor, shard: Shard | None) -> None:
+        place.copy_(self.read(shard))
+
+    def rows(self, rows: Sequence[int], like: Tensor) -> Tensor:
+        return torch.cat([self._source[row : row + 1] for row in rows])
 
     def read(self, shard: Shard | None) -> Tensor:
         if shard is None:
@@ -65,11 +96,11 @@ class _Stored:
         begin, end = shard.begin, shard.end
         return self._source[begin:end] if shard.dim == 0 else self._source[:, begin:end]
 
-    def rows(self, rows: Sequence[int]) -> Tensor:
-        return torch.cat([self._source[row : row + 1] for row in rows])
 
-
-def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, _Stored]]:
+def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Stored]]:
+    if file.name == random.FILE_NAME:
+        yield from ((name, stored) for name, stored in random.stream_random(file) if wanted(name))
+        return
     if file.suffix == ".gguf":
         from rose.weights.gguf import stream_gguf  # others need not wait for its import
 
@@ -106,7 +137,7 @@ class _Target:
     def wants(self, name: str) -> bool:
         return not name.endswith(_COMPUTED) and not any(form.startswith(self._unused) for form in self._forms(name))
 
-    def load(self, name: str, stored: _Stored, file: Path) -> None:
+    def load(self, name: str, stored: Stored, file: Path) -> None:
         """Copies one tensor to where it belongs. Raises ModelError if there is no such place or shape."""
         for form in self._forms(name):
             place, index = self._place(form)
@@ -136,7 +167,7 @@ class _Target:
             return ".".join(components), index
         return name, 0
 
-    def _copy_tied(self, name: str, stored: _Stored, what: str) -> None:
+    def _copy_tied(self, name: str, stored: Stored, what: str) -> None:
         """The same tensor for a parameter that copies `name`; nothing to do where both are one."""
         copy = self._copies.get(name)
         if copy is None or (copy, 0) not in self._missing:
@@ -147,7 +178,7 @@ class _Target:
             self._copy(copy, 0, stored, what)
 
     @torch.no_grad()
-    def _copy(self, name: str, index: int, stored: _Stored, what: str) -> None:
+    def _copy(self, name: str, index: int, stored: Stored, what: str) -> None:
         module, parameter = self._owner(name), self._parameters[name]
         place = module.part(parameter, index) if isinstance(module, FusedLinear) else parameter
         find_shard = getattr(module, "shard", None)
@@ -160,14 +191,14 @@ class _Target:
         if list(stored.shape) != expected:
             raise ModelError(f"{what} has shape {list(stored.shape)}, expected {expected}")
         if isinstance(module, RowsLinear):
-            place.copy_(stored.rows(module.rows))
+            place.copy_(stored.rows(module.rows, place))
         elif shard is None:
-            place.copy_(stored.read(None))
+            stored.fill(place, None)
         else:
             count = shard.end - shard.begin
             place.narrow(shard.dim, count, place.shape[shard.dim] - count).zero_()
             if count:
-                place.narrow(shard.dim, 0, count).copy_(stored.read(shard))
+                stored.fill(place.narrow(shard.dim, 0, count), shard)
         self._missing.discard((name, index))
 
     def _owner(self, name: str) -> nn.Module:

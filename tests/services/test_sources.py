@@ -7,15 +7,19 @@ import subprocess
 import threading
 import time
 import zipfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from tokenizers import Tokenizer
 
-from services import wheel_source
-from services.source_names import HubSource
+from services import random_shapes, wheel_source
+from services.random_shapes import SHAPES
+from services.source_names import HubSource, RandomSource
 from services.sources import SourceError, check_model_dir, parse_source, resolve_source
+from tests.rose.tiny_lm import write_tokenizer
 from tests.services.gguf_writing import write_gguf
 
 FILES = {
@@ -403,3 +407,72 @@ def test_the_default_model(minilm_dir: Path) -> None:
     assert (config["model_type"], config["hidden_size"]) == ("bert", 384)
     assert (minilm_dir / "modules.json").is_file()
     assert not list(minilm_dir.rglob("*.py"))
+
+
+def test_a_random_model_has_every_file_but_weights(tmp_path: Path) -> None:
+    lines: list[str] = []
+    directory = resolve_source("random:tiny?seed=3", tmp_path, progress=lines.append)
+    assert {file.name for file in directory.iterdir()} == {
+        "config.json", "tokenizer.json", "tokenizer_config.json", "model.random.json",
+    }  # fmt: skip
+    assert resolve_source("random:tiny?seed=3", tmp_path, progress=lines.append) == directory
+    assert len(lines) == 1
+    assert "tiny, random weights of seed 3" in lines[0]
+    assert len({resolve_source(f"random:tiny{rest}", tmp_path) for rest in ("", "?seed=3", "?seed=3&head=mtp")}) == 3
+    weights = json.loads((directory / "model.random.json").read_text())
+    assert weights["seed"] == 3
+    assert weights["tensors"]["lm_head.weight"]["shape"] == [512, 64]
+
+
+def test_every_shape_and_head_is_named_by_its_files(tmp_path: Path) -> None:
+    sizes = {}
+    for shape in SHAPES:
+        tensors = random_shapes.tensors(shape, None).values()
+        sizes[shape] = sum(prod(tensor.shape) for tensor in tensors) / 1e9
+        for head in random_shapes.HEADS:
+            assert random_shapes.tensors(shape, head)
+            assert random_shapes.config_json(shape, head)["num_hidden_layers"] == 1
+    assert {shape: round(size, 2) for shape, size in sizes.items()} == {
+        "llama-1b": 1.24, "llama-8b": 8.03, "llama-70b": 70.55, "qwen3-0.6b": 0.6, "tiny": 0.0,
+    }  # fmt: skip
+
+
+def test_the_tokenizer_of_a_random_model(tmp_path: Path) -> None:
+    """One of bytes, or somebody's, which must fit."""
+    own = Tokenizer.from_file(str(resolve_source("random:tiny", tmp_path) / "tokenizer.json"))
+    assert own.decode(own.encode("héllo").ids) == "héllo"
+    assert own.decode([300, 301]) == " 300 301"
+    assert own.get_vocab_size() == 512
+    given = tmp_path / "given"
+    given.mkdir()
+    write_tokenizer(given)
+    directory = resolve_source(f"random:tiny?tokenizer={given / 'tokenizer.json'}", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (directory / name).read_bytes() == (given / name).read_bytes()
+    raw = json.loads((given / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["large"] = 512
+    (given / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(SourceError, match="has token 512, the model 512 tokens"):
+        resolve_source(f"random:tiny?tokenizer={given / 'tokenizer.json'}", tmp_path)
+    with pytest.raises(SourceError, match="cannot be read"):
+        resolve_source(f"random:tiny?tokenizer={tmp_path / 'none.json'}", tmp_path)
+
+
+def test_a_random_source_is_spelled_as_it_is_read(tmp_path: Path) -> None:
+    parsed = parse_source("random:tiny?seed=4&head=eagle&tokenizer=a%20b/tokenizer.json", tmp_path)
+    assert parsed == RandomSource("tiny", 4, "eagle", tmp_path / "a b" / "tokenizer.json")
+    assert parse_source(parsed.spelling, Path("elsewhere")) == parsed
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("huge", "no shape that is known: use one of llama-1b, llama-8b"),
+        ("tiny?seed=-1", "seed must be a whole number"),
+        ("tiny?head=medusa", "head must be mtp or eagle"),
+        ("tiny?sed=1", "unknown setting 'sed'"),
+    ],
+)
+def test_what_is_no_random_model(tmp_path: Path, rest: str, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        parse_source(f"random:{rest}", tmp_path)
