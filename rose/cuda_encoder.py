@@ -22,6 +22,7 @@ from rose.config import RankConfig
 from rose.cuda_stream import Bytes, CudaStream, StepStream
 from rose.distributed.group import ALONE, Group, smallest
 from rose.encoder import EncoderParts
+from rose.graph_memory import CudaGraphMemory, GraphMemory, UnboundedMemory
 from rose.graph_policy import GraphKey, GraphPolicy, encode_shapes, padded_seqs, padded_tokens
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
@@ -79,7 +80,8 @@ class CudaEncoder:
             pools=pools,
             has_token_types=model.type_vocab_size > 1,
         )
-        crossover = self._crossover() if config.max_graph_tokens is None else config.max_graph_tokens
+        crossover, memory = self._measured()
+        crossover = crossover if config.max_graph_tokens is None else config.max_graph_tokens
         self._max_graph_tokens = smallest(group, crossover, device)
         self._shapes = shapes if group.leads else None
         self.graphs = GraphManager(
@@ -90,6 +92,7 @@ class CudaEncoder:
             forward=self._encoder.forward,
             free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,
+            memory=memory,
         )
         while config.capture == "eager" and self.graphs.capture_listed(self._fill):
             pass
@@ -191,13 +194,14 @@ class CudaEncoder:
         sequences = Sequences(offsets, self._buffers.cu_seqlens[: key.num_seqs + 1])
         return self._backends.once(key.backend, sequences, key.num_tokens)
 
-    # --- the crossover --------------------------------------------------------------------------------------
+    # --- the largest step -----------------------------------------------------------------------------------
 
-    def _crossover(self) -> int:
-        """Tokens of a step from which on the GPU takes longer than launching its kernels one by one takes the host."""
-        if self._buffers.inputs.device.type != "cuda":
-            return len(self._buffers.positions)
+    def _measured(self) -> tuple[int, GraphMemory]:
+        """Tokens of a step from which on the GPU takes longer than launching its kernels one by one takes the host;
+        what graphs may take beside the largest step."""
         num_tokens = len(self._buffers.positions)
+        if self._buffers.inputs.device.type != "cuda":
+            return num_tokens, UnboundedMemory()
         length = min(TYPICAL_LENGTH, self._facts.max_model_len)
         key = self.key(min(max(1, num_tokens // length), self._facts.max_num_seqs), num_tokens)
         offsets = self._fill(key)
@@ -205,9 +209,13 @@ class CudaEncoder:
         def run() -> None:
             self._encoder.forward(key, self._attend_once(key, offsets))
 
-        run()  # compiles
+        run()  # compiles, and makes what stays
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         launch_ms, device_ms = _time_launch(run)
-        return padded_tokens(int(CROSSOVER_MARGIN * num_tokens * launch_ms / device_ms) + 1)
+        step_bytes = torch.cuda.max_memory_allocated() - before
+        crossover = padded_tokens(int(CROSSOVER_MARGIN * num_tokens * launch_ms / device_ms) + 1)
+        return crossover, CudaGraphMemory(step_bytes)
 
 
 def _time_launch(run: Callable[[], None]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ SMALL_TOKENS = 1024  # up to here in steps of 64, above in steps of 256
 SMALL_STEP, LARGE_STEP = 64, 256
 HOST_BACKENDS = ("sdpa",)  # attention whose launches depend on lengths: a graph would keep one step's
 MAX_SEEN = 4096  # shapes remembered that have no graph (yet)
+MAX_WAIT = 1024  # sights between two captures that fail
 
 
 class GraphKey(NamedTuple):
@@ -66,7 +67,8 @@ class GraphPolicy:
         self._max_graphs = 0 if capture == "off" else max_graphs
         self._max_tokens = max_tokens
         self._graphs: OrderedDict[GraphKey, None] = OrderedDict()  # captured, least recently used first
-        self._seen: OrderedDict[GraphKey, None] = OrderedDict()  # run eagerly once
+        self._seen: OrderedDict[GraphKey, int] = OrderedDict()  # without a graph: sights until it is captured
+        self._waits: dict[GraphKey, int] = {}  # how many there were after the last capture that failed
         listed = known if capture in ("list", "eager") else ()
         self._waiting = deque([key for key in listed if self.may_capture(key)][: self._max_graphs])
 
@@ -77,8 +79,9 @@ class GraphPolicy:
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return Decision("replay")
-        if key not in self._seen:
-            self._see(key)
+        wait = self._seen.get(key, 1)
+        if wait > 0:
+            self._see(key, wait - 1)
             return Decision("eager")
         return Decision("capture", self._add(key))
 
@@ -93,9 +96,11 @@ class GraphPolicy:
         return None
 
     def failed(self, key: GraphKey) -> None:
-        """The capture did not fit into memory: the shape counts as seen once."""
+        """The capture did not fit into memory: it is tried again at the next sight, then at ever fewer of them, as a
+        try costs as much as the step."""
         self._graphs.pop(key, None)
-        self._see(key)
+        wait = self._waits[key] = min(2 * self._waits.get(key, -1) + 2, MAX_WAIT)
+        self._see(key, wait)
 
     def may_capture(self, key: GraphKey) -> bool:
         return self._max_graphs > 0 and key.num_tokens <= self._max_tokens and key.backend not in HOST_BACKENDS
@@ -119,7 +124,7 @@ class GraphPolicy:
         self._graphs[key] = None
         return evicted
 
-    def _see(self, key: GraphKey) -> None:
-        self._seen[key] = None
+    def _see(self, key: GraphKey, wait: int = 0) -> None:
+        self._seen[key] = wait
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)

@@ -12,6 +12,7 @@ import torch
 from rose.attention.interface import Attend
 from rose.attention.static import StaticAttention
 from rose.cuda_stream import Graph, StepStream
+from rose.graph_memory import GraphMemory, UnboundedMemory
 from rose.graph_policy import GraphKey, GraphPolicy
 
 MAX_WARM = 16  # shapes seen once that keep their attention for the capture to come
@@ -33,7 +34,7 @@ class GraphCounters:
 class GraphManager:
     """`attention` makes what a key's steps plan and call, `attend_once` the same for one step of a key that never has
     a graph; `forward` enqueues a step on the static buffers. `free_bytes` tells how much device memory is left.
-    `on_capture` is called after each capture.
+    `memory` bounds what graphs take of it. `on_capture` is called after each capture.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GraphManager:
         forward: Callable[[GraphKey, Attend], None],
         free_bytes: Callable[[], int],
         on_capture: Callable[[], None],
+        memory: GraphMemory | None = None,
     ) -> None:
         self.counters = GraphCounters()
         self._policy = policy
@@ -55,18 +57,22 @@ class GraphManager:
         self._forward = forward
         self._free_bytes = free_bytes
         self._on_capture = on_capture
+        self._memory = memory or UnboundedMemory()
         self._attention: dict[GraphKey, StaticAttention] = {}
         self._graphs: dict[GraphKey, Graph] = {}
 
     def run(self, key: GraphKey, cu_seqlens_host: list[int]) -> None:
         """Enqueues one step whose inputs are in the static buffers. Raises torch.OutOfMemoryError."""
         if not self._policy.may_capture(key):
-            self.counters.eager += 1
-            return self._forward(key, self._attend_once(key, cu_seqlens_host))
+            return self._run_once(key, cu_seqlens_host)
         mode, evicted = self._policy.decide(key)
         if evicted is not None:
             self._evict(evicted)
         attention = self._attention.get(key) or self._prepared_for(key)
+        if attention is None:
+            if mode == "capture":
+                self._policy.failed(key)
+            return self._run_once(key, cu_seqlens_host)
         attention.prepare(cu_seqlens_host)
         if mode == "capture":
             self._capture(key, attention)
@@ -87,6 +93,9 @@ class GraphManager:
         if key is None:
             return False
         attention = self._prepared_for(key)
+        if attention is None:
+            self._policy.failed(key)
+            return True
         attention.prepare(fill(key))
         self._forward(key, attention)
         self._capture(key, attention)
@@ -125,11 +134,17 @@ class GraphManager:
             "eager_steps_total": counters.eager,
         }
 
-    def _prepared_for(self, key: GraphKey) -> StaticAttention:
-        """The key's attention, made anew; that of old shapes without a graph is forgotten."""
+    def _run_once(self, key: GraphKey, cu_seqlens_host: list[int]) -> None:
+        self.counters.eager += 1
+        self._forward(key, self._attend_once(key, cu_seqlens_host))
+
+    def _prepared_for(self, key: GraphKey) -> StaticAttention | None:
+        """The key's attention, made anew; that of old shapes without a graph is forgotten. None: no room for it."""
         warm = [each for each in self._attention if each not in self._graphs]
         for each in warm[: max(0, len(warm) - MAX_WARM + 1)]:
             del self._attention[each]
+        if not self._memory.has_room():
+            return None
         made = self._attention[key] = self._make_attention(key)
         return made
 
@@ -138,7 +153,8 @@ class GraphManager:
         started, free = time.perf_counter(), self._free_bytes()
         attention.prepare([0] + [key.num_tokens] * key.num_seqs)
         try:
-            graph = self._stream.capture(lambda: self._forward(key, attention))
+            with self._memory.capturing():
+                graph = self._stream.capture(lambda: self._forward(key, attention))
         except torch.OutOfMemoryError:
             self._policy.failed(key)
             return

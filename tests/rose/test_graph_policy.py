@@ -97,6 +97,17 @@ def test_a_failed_capture_is_tried_again_at_the_next_sight() -> None:
     assert modes(policy, [key(), key()]) == ["capture", "replay"]
 
 
+def test_a_capture_that_goes_on_failing_is_tried_ever_less_often() -> None:
+    policy = GraphPolicy("lazy", max_graphs=2, max_tokens=4096)
+    tries = []
+    for sight in range(40):
+        if policy.decide(key()).mode == "capture":
+            tries.append(sight)
+            policy.failed(key())
+    assert tries == [1, 2, 5, 12, 27]
+    assert modes(policy, [key(2), key(2)]) == ["eager", "capture"]  # another shape knows nothing of it
+
+
 def test_two_ranks_decide_the_same_and_never_hold_too_many() -> None:
     choose = random.Random(5)
     keys = [key(choose.choice([1, 2, 4]), choose.choice([64, 128, 192, 256])) for _ in range(500)]

@@ -1,0 +1,62 @@
+"""How much of a device's memory graphs may take: what the largest eager step needs has to stay.
+
+What captures have taken is lost to eager steps for good: their pool never gives memory back, and a capture that fails
+leaves in it what it had taken by then.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+SLACK = 1.125  # of a step's peak: the allocator rounds up, and what lies between may be of no use
+
+
+class GraphMemory(Protocol):
+    def has_room(self) -> bool:
+        """Whether the largest step would still fit with nothing more taken; if not, nothing is to be prepared."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around a capture, in which torch.OutOfMemoryError is raised before the largest step has too little left."""
+
+
+class UnboundedMemory:
+    """Of hosts, and where nobody has measured a step."""
+
+    def has_room(self) -> bool:
+        return True
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class CudaGraphMemory:
+    """`step_bytes`: what the largest step takes beyond all that stays, at its peak. One for a process and device."""
+
+    def __init__(self, step_bytes: int) -> None:
+        self._step_bytes = int(step_bytes * SLACK)
+        self._taken_bytes = 0
+
+    def has_room(self) -> bool:
+        return self._spare_bytes() >= 0
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        fraction, reserved = torch.cuda.get_per_process_memory_fraction(), torch.cuda.memory_reserved()
+        total = torch.cuda.mem_get_info()[1]
+        allowed = reserved + max(0, self._spare_bytes())
+        torch.cuda.set_per_process_memory_fraction(min(fraction, allowed / total))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            self._taken_bytes += torch.cuda.memory_reserved() - reserved
+
+    def _spare_bytes(self) -> int:
+        """That graphs may take: the process's limit, or what others leave of the device, less what is in use, what
+        graphs have and what the largest step needs."""
+        free, total = torch.cuda.mem_get_info()
+        limit = min(int(torch.cuda.get_per_process_memory_fraction() * total), torch.cuda.memory_reserved() + free)
+        return limit - torch.cuda.memory_allocated() - self._taken_bytes - self._step_bytes

@@ -1,0 +1,96 @@
+"""Captures that find no memory, and what is prepared for them: no model, no device."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from rose.attention.interface import AttentionShape
+from rose.graph_policy import GraphKey, GraphPolicy
+from rose.graphs import GraphManager
+from tests.rose.host_stream import HostStream
+
+KEY = GraphKey("encode", 1, 64, 0, "triton")
+
+
+class Attention:
+    """Of a graph, or of one step."""
+
+    def prepare(self, cu_seqlens_host: list[int]) -> None:
+        self.prepared = cu_seqlens_host
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        raise AssertionError("no model runs here")
+
+
+class Memory:
+    """`is_full`: the largest step needs all that is left."""
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+        self.num_captures = 0
+
+    def has_room(self) -> bool:
+        return not self.is_full
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.num_captures += 1
+        yield
+
+
+def manager(memory: Memory, *, capture: str = "lazy", known: tuple[GraphKey, ...] = ()) -> SimpleNamespace:
+    """`graphs` over a device with `memory`; what was made for graphs; with what attention each step ran."""
+    made = SimpleNamespace(stream=HostStream(), for_graphs=[], ran=[])
+
+    def attention(key: GraphKey) -> Attention:
+        made.for_graphs.append(Attention())
+        return made.for_graphs[-1]
+
+    made.graphs = GraphManager(
+        GraphPolicy(capture, max_graphs=4, max_tokens=4096, known=known),
+        made.stream,
+        attention=attention,
+        attend_once=lambda key, offsets: Attention(),
+        forward=lambda key, attend: made.ran.append(attend),
+        free_bytes=lambda: 0,
+        on_capture=lambda: None,
+        memory=memory,
+    )
+    return made
+
+
+def test_without_room_beside_the_largest_step_nothing_is_prepared() -> None:
+    memory = Memory(is_full=True)
+    made = manager(memory)
+    for _ in range(3):
+        made.graphs.run(KEY, [0, 60])
+    assert (len(made.ran), made.for_graphs, made.stream.num_captures) == (3, [], 0)
+    assert made.graphs.counters.eager == 3
+    memory.is_full = False
+    for _ in range(8):
+        made.graphs.run(KEY, [0, 60])
+    assert len(made.for_graphs) == made.stream.num_captures == memory.num_captures == made.graphs.num_graphs == 1
+    assert made.ran[-1] is made.for_graphs[0]
+    assert made.for_graphs[0].prepared == [0, 60]
+    assert made.graphs.counters.replays > 1
+
+
+def test_every_capture_is_within_the_bound_and_a_failed_one_runs_eagerly() -> None:
+    memory = Memory(is_full=False)
+    made = manager(memory)
+    made.graphs.run(KEY, [0, 60])
+    made.stream.out_of_memory = True
+    made.graphs.run(KEY, [0, 60])
+    assert (memory.num_captures, made.graphs.num_graphs, made.graphs.counters.eager, len(made.ran)) == (1, 0, 2, 2)
+    made.graphs.run(KEY, [0, 60])
+    assert (memory.num_captures, made.graphs.num_graphs, made.graphs.counters.replays) == (2, 1, 1)
+
+
+def test_listed_shapes_without_room_are_given_up() -> None:
+    made = manager(Memory(is_full=True), capture="list", known=(KEY, KEY._replace(num_seqs=2)))
+    assert made.graphs.num_waiting == 2
+    while made.graphs.capture_listed(lambda key: [0, 64]):
+        pass
+    assert (made.graphs.num_waiting, made.stream.num_captures, made.for_graphs, made.ran) == (0, 0, [], [])
