@@ -10,6 +10,7 @@ from msgspec import Struct
 
 HEADS = ("mtp", "eagle")  # of one layer over the model's hidden states: see rose.speculation.heads
 EMBEDDING_STD = 0.05
+STEADY_MEAN = 16.0  # beside which all that the layers add is small
 
 _LLAMA3: dict[str, Any] = {
     "model_type": "llama",
@@ -54,6 +55,7 @@ class RandomTensor(Struct, frozen=True):
     shape: list[int]
     mean: float
     std: float
+    row_means: dict[int, float] = {}  # of rows with another mean
 
 
 def config_json(shape: str, head: str | None) -> dict[str, Any]:
@@ -63,18 +65,24 @@ def config_json(shape: str, head: str | None) -> dict[str, Any]:
     return config if head is None else config | {"num_hidden_layers": 1}
 
 
-def tensors(shape: str, head: str | None) -> dict[str, RandomTensor]:
-    """Every tensor of the model, or of a head for it, by its name in Hugging Face's files. Raises KeyError."""
+def tensors(shape: str, head: str | None, says: int | None = None) -> dict[str, RandomTensor]:
+    """Every tensor of the model, or of a head for it, by its name in Hugging Face's files. Raises KeyError.
+
+    `says`: the token that is always the likeliest, of model and head. All embeddings then have a large mean, so that
+    hidden states point one way whatever was read, and the token's row of the output matrix points there, too.
+    """
     config = SHAPES[shape]
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     if head is not None:
-        return _head(config, head)
-    found = {"model.embed_tokens.weight": RandomTensor([vocabulary, hidden], 0.0, EMBEDDING_STD)}
+        return _head(config, head, 0.0 if says is None else STEADY_MEAN)
+    size, mean = [config["vocab_size"], config["hidden_size"]], 0.0 if says is None else STEADY_MEAN
+    tied = config["tie_word_embeddings"]
+    favoured = {} if says is None else {says: 2 * mean if tied else 2 * EMBEDDING_STD}
+    found = {"model.embed_tokens.weight": RandomTensor(size, mean, EMBEDDING_STD, favoured if tied else {})}
     for index in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{index}.{name}": tensor for name, tensor in _layer(config).items()}
-    found["model.norm.weight"] = _norm(hidden)
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = RandomTensor([vocabulary, hidden], 0.0, EMBEDDING_STD)
+    found["model.norm.weight"] = _norm(config["hidden_size"])
+    if not tied:
+        found["lm_head.weight"] = RandomTensor(size, 0.0, EMBEDDING_STD, favoured)
     return found
 
 
@@ -99,9 +107,11 @@ def _layer(config: dict[str, Any]) -> dict[str, RandomTensor]:
     return {f"{name}.weight": tensor for name, tensor in found.items()}
 
 
-def _head(config: dict[str, Any], kind: str) -> dict[str, RandomTensor]:
+def _head(config: dict[str, Any], kind: str, mean: float) -> dict[str, RandomTensor]:
+    """`mean`: of what comes out of the first projection, where every number that goes in is about 1 or alike."""
     hidden = config["hidden_size"]
-    layer, joins = _layer(config | {"num_hidden_layers": 1}), _projection(hidden, 2 * hidden)
+    layer = _layer(config | {"num_hidden_layers": 1})
+    joins = RandomTensor([hidden, 2 * hidden], mean / (2 * hidden), (2 * hidden) ** -0.5)
     if kind == "eagle":  # no norm at the layer's beginning
         del layer["input_layernorm.weight"]
         return {f"layers.0.{name}": tensor for name, tensor in layer.items()} | {"fc.weight": joins}

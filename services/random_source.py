@@ -51,7 +51,7 @@ def write_random(source: RandomSource, directory: Path) -> None:
     if not (directory / "tokenizer_config.json").exists():
         _write(directory / "tokenizer_config.json", settings)
     _write(directory / "config.json", config)
-    weights = {"seed": source.seed, "tensors": tensors(source.shape, source.head)}
+    weights = {"seed": source.seed, "tensors": tensors(source.shape, source.head, source.says)}
     (directory / WEIGHTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(weights), indent=1))
 
 

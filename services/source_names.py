@@ -43,12 +43,13 @@ class RandomSource(Struct, frozen=True):
     shape: str
     seed: int = 0
     head: str | None = None  # a draft head for the model, instead of it
+    says: int | None = None  # the token that it always says, whatever it reads
     tokenizer: Path | None = None  # a tokenizer.json; None: one of bytes
 
     @property
     def spelling(self) -> str:
         """As a configuration says it."""
-        given = {"seed": self.seed, "head": self.head, "tokenizer": self.tokenizer}
+        given = {"seed": self.seed, "head": self.head, "says": self.says, "tokenizer": self.tokenizer}
         return f"random:{self.shape}?{urlencode({key: value for key, value in given.items() if value is not None})}"
 
 
@@ -99,11 +100,20 @@ def _parse_random(source: str, rest: str, base: Path) -> RandomSource:
     if shape not in SHAPES:
         raise SourceError(f"{source!r} names no shape that is known: use one of {', '.join(SHAPES)}")
     given = dict(parse_qsl(query, keep_blank_values=True))
-    if unknown := given.keys() - {"seed", "head", "tokenizer"}:
-        raise SourceError(f"{source!r} has the unknown setting {min(unknown)!r}: known are seed, head, tokenizer")
-    seed, head, tokenizer = given.get("seed", "0"), given.get("head"), given.get("tokenizer")
+    if unknown := given.keys() - {"seed", "head", "says", "tokenizer"}:
+        raise SourceError(f"{source!r} has the unknown setting {min(unknown)!r}: known are seed, head, says, tokenizer")
+    seed, head, says, tokenizer = given.get("seed", "0"), given.get("head"), given.get("says"), given.get("tokenizer")
     if not re.fullmatch(r"[0-9]{1,18}", seed):
         raise SourceError(f"{source!r}: seed must be a whole number from 0 on")
+    vocab_size = SHAPES[shape]["vocab_size"]
+    if says is not None and not (re.fullmatch(r"[0-9]{1,9}", says) and int(says) < vocab_size):
+        raise SourceError(f"{source!r}: says must be a token of its vocabulary, 0..{vocab_size - 1}")
     if head is not None and head not in HEADS:
         raise SourceError(f"{source!r}: head must be {' or '.join(HEADS)}")
-    return RandomSource(shape, int(seed), head, None if tokenizer is None else base / Path(tokenizer).expanduser())
+    return RandomSource(
+        shape,
+        int(seed),
+        head,
+        None if says is None else int(says),
+        None if tokenizer is None else base / Path(tokenizer).expanduser(),
+    )

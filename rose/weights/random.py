@@ -25,6 +25,7 @@ class RandomTensor(Struct, frozen=True):
     shape: list[int]
     mean: float
     std: float
+    row_means: dict[int, float] = {}  # of rows with another mean
 
 
 class RandomWeights(Struct, frozen=True):
@@ -90,4 +91,8 @@ class RandomStored:
         digest = hashlib.blake2b(f"{self._key} {row} {column}".encode(), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         tile = torch.empty(num_rows, num_columns, device=generator.device, dtype=torch.float32)
-        return tile.normal_(self._tensor.mean, self._tensor.std, generator=generator)
+        tile.normal_(self._tensor.mean, self._tensor.std, generator=generator)
+        for special, mean in self._tensor.row_means.items():
+            if row <= special < row + num_rows:
+                tile[special - row] += mean - self._tensor.mean
+        return tile

@@ -137,6 +137,23 @@ def test_heads_and_draft_models_draft_for_a_random_model(tmp_path: Path) -> None
     assert len(set(answers[0])) > 2
 
 
+@pytest.mark.parametrize("head", ["mtp", "eagle"])
+def test_a_model_that_always_says_the_same_and_heads_that_know_it(tmp_path: Path, head: str) -> None:
+    target = resolve_source("random:tiny?says=9", tmp_path)
+    drafts = SpeculationConfig(
+        proposer="mtp", num_draft_tokens=3, model=str(resolve_source(f"random:tiny?says=9&head={head}", tmp_path))
+    )
+    config = RankConfig(device="cpu", num_threads=1, max_num_seqs=2, max_model_len=64, speculation=drafts)
+    runner = ModelRunner(DecoderLoader("tiny", target, config))
+    runner.load()
+    replica = Replica(runner)
+    jobs = [(prompt, SamplingParams(temperature=0.0, max_tokens=21)) for prompt in ([7, 300, 12], [2, 9, 9, 4])]
+    assert [answer.tokens for answer in replica.run(jobs, Random(1))] == [[9] * 21] * 2
+    figures = replica.figures
+    assert figures.num_accepted_tokens == figures.num_draft_tokens >= 2 * 15
+    runner.close()
+
+
 def test_a_damaged_file_and_a_tensor_of_three_dimensions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / random.FILE_NAME
     path.write_text("{}")

@@ -459,8 +459,8 @@ def test_the_tokenizer_of_a_random_model(tmp_path: Path) -> None:
 
 
 def test_a_random_source_is_spelled_as_it_is_read(tmp_path: Path) -> None:
-    parsed = parse_source("random:tiny?seed=4&head=eagle&tokenizer=a%20b/tokenizer.json", tmp_path)
-    assert parsed == RandomSource("tiny", 4, "eagle", tmp_path / "a b" / "tokenizer.json")
+    parsed = parse_source("random:tiny?seed=4&head=eagle&says=9&tokenizer=a%20b/tokenizer.json", tmp_path)
+    assert parsed == RandomSource("tiny", 4, "eagle", 9, tmp_path / "a b" / "tokenizer.json")
     assert parse_source(parsed.spelling, Path("elsewhere")) == parsed
 
 
@@ -470,6 +470,7 @@ def test_a_random_source_is_spelled_as_it_is_read(tmp_path: Path) -> None:
         ("huge", "no shape that is known: use one of llama-1b, llama-8b"),
         ("tiny?seed=-1", "seed must be a whole number"),
         ("tiny?head=medusa", "head must be mtp or eagle"),
+        ("tiny?says=512", "says must be a token of its vocabulary, 0..511"),
         ("tiny?sed=1", "unknown setting 'sed'"),
     ],
 )
