@@ -1,9 +1,10 @@
 """A language model's steps on a GPU. See rose.model_runner for the interface.
 
-A step of decode rows alone is one copy in, one graph, one copy out; what else a step may hold (sequences that come and
-go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way; of small ones
-the forward pass is a graph. Nothing on the way from plan to LazyTensor waits for the device, but with grammars: the
-masks of a step need the tokens of the one before, and its forward pass runs meanwhile.
+A step of decode or verify rows alone is one copy in, one graph, one copy out; what else a step may hold (sequences that
+come and go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way; of
+small ones the forward pass is a graph. Nothing on the way from plan to LazyTensor waits for the device, but with
+grammars: the masks of a step need the tokens of the one before, and its forward pass runs meanwhile. With grammars and
+drafts they need these drafts, too: such steps take rose.decoder's way and wait.
 """
 
 from collections import deque
@@ -16,12 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ipc.step import GEN_KIND, GEN_MAX_LENGTH, GEN_SLOT, KIND_DECODE, STATUS_OK, StepPlan
+from ipc.step import GEN_DRAFT_LENGTH, GEN_KIND, GEN_MAX_LENGTH, GEN_SLOT, KIND_PREFILL, STATUS_OK, StepPlan
 from ipc.step_ring import Arrays, StepRing
 from ipc.types import ModelFacts
 from rose.attention.interface import AttentionShape
 from rose.attention.paged import PagedKV
 from rose.attention.paged_choice import PagedBackends
+from rose.attention.paged_triton import TritonPagedBackend
 from rose.attention.static import StaticAttention
 from rose.config import RankConfig
 from rose.cuda_stream import Bytes, CudaStream, StepStream
@@ -30,6 +32,7 @@ from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.distributed.group import ALONE, Group
 from rose.generate_batch import GenerateRows, read_rows
+from rose.graph_memory import GraphMemory
 from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
 from rose.graphs import GraphManager
 from rose.layers.kernel_layers import use_kernels
@@ -39,7 +42,9 @@ from rose.residents import Residents
 from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
 from rose.shape_list import from_leader, read_shapes, write_shapes
-from rose.static_decoder import StaticDecoder, attention_of, decode_key, needs_of
+from rose.speculation.no_drafts import NoDraftsSource
+from rose.speculation.protocol import ProposerParts, ProposerSource
+from rose.static_decoder import StaticDecoder, attention_of, decode_key, keeps_draft, needs_of
 from rose.static_forward import MAX_TOKENS, StaticForward, small_tokens
 
 COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True))  # captured ahead, if anything is
@@ -47,7 +52,8 @@ COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True)
 
 class CudaDecoder:
     """`tokenizer` is the model's tokenizer.json; `stream` is the device's; `shapes` is where the list of captured
-    shapes is kept, if anywhere.
+    shapes is kept, if anywhere. `source` has who drafts, over `draft_caches` of its shape.
+    `memory` bounds what graphs take.
 
     Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
     """
@@ -65,19 +71,26 @@ class CudaDecoder:
         stream: StepStream | None = None,
         shapes: Path | None = None,
         group: Group = ALONE,
+        source: ProposerSource | None = None,
+        draft_caches: Sequence[PagedKV] = (),
+        memory: GraphMemory | None = None,
     ) -> None:
         use_kernels(model)
         language_model = cast(LanguageModel, model)
         self._facts, self._caches, self._group = facts, caches, group
         self._shapes = shapes if group.leads else None
         self.residents = Residents(facts, device, tokenizer)
+        source = source or NoDraftsSource()
+        self._has_state = source.kv_shape is not None  # of the proposer: what `keep_draft` is about
+        proposer = source.open(ProposerParts(self.residents, draft_caches, TritonPagedBackend(), caches))
         self._nobody, self._device = facts.max_num_seqs, device
         self._buffers = DecodeBuffers(facts, self.residents.slots.block_table.shape[1], device)
         self._staged = StagedOutputs(facts, facts.num_steps_in_flight + 1, device)
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config)
         self.key = cache(self._key)
-        """Of a step of so many decode rows, with what their sampling needs; None: up to their logits."""
+        """Of a step of so many decode rows, with what their sampling needs (None: up to their logits), its draft
+        length and whether the drafts' state is kept."""
         max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
         max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
         self._small = StaticForward(
@@ -90,9 +103,9 @@ class CudaDecoder:
             run=lambda key: self.graphs.run(key, [0] * (key.num_seqs + 1)),
         )
         parts = DecoderParts(self._small, caches, self._attention)
-        self._decoder = Decoder(parts, self.residents, facts, group=group)
+        self._decoder = Decoder(parts, self.residents, facts, proposer, group)
         self._agreement = self._decoder.agreement
-        self._static = StaticDecoder(language_model, self.residents, self._buffers, self._agreement)
+        self._static = StaticDecoder(language_model, self.residents, self._buffers, self._agreement, proposer)
         self._failed_step = 0  # the newest that ran out of memory
         self._masks = StagedMasks(facts, facts.num_steps_in_flight + 1, device)
         self._unsettled: deque[Landing] = deque()  # steps whose tokens grammars have not seen
@@ -105,6 +118,7 @@ class CudaDecoder:
             forward=lambda key, attend: self._static_of(key).forward(key, attend),
             free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,
+            memory=memory,
         )
         while config.capture == "eager" and self.graphs.capture_listed(self._fill):
             pass
@@ -118,8 +132,7 @@ class CudaDecoder:
         if plan.last_applied < self._failed_step:
             self.residents.apply_tables(plan, arrays)
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
-        decodes = plan.num_seqs > 0 and (arrays["rows"][: plan.num_seqs, GEN_KIND] == KIND_DECODE).all()
-        launch = self._decode if decodes else self._launch_any
+        launch = self._decode if self._is_static(plan, arrays) else self._launch_any
         try:
             return launch(plan, arrays)
         except (RuntimeError, MemoryError) as error:
@@ -164,16 +177,23 @@ class CudaDecoder:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
+    def _is_static(self, plan: StepPlan, arrays: Arrays) -> bool:
+        """Whether a step fits into static buffers: no prompts, and no masks that drafts must be known for."""
+        table = arrays["rows"][: plan.num_seqs]
+        if not plan.num_seqs or (table[:, GEN_KIND] == KIND_PREFILL).any():
+            return False
+        return not plan.draft_length or not self.residents.grammars.has_any(table[:, GEN_SLOT].tolist())
+
     def _decode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
-        """Decode rows only: one graph; with grammars among them, one up to the logits."""
+        """Decode or verify rows only: one graph; with grammars among them, one up to the logits."""
         self.residents.apply_tables(plan, arrays)
         rows = read_rows(plan, arrays, self._facts, self.residents.host)
         needs = self.residents.sampler.needs(rows.slots.tolist())
         has_grammars = self.residents.grammars.has_any(rows.slots.tolist())
-        key = self.key(plan.num_seqs, None if has_grammars else needs)
+        key = self.key(plan.num_seqs, None if has_grammars else needs, plan.draft_length, plan.keep_draft)
         self._num_rows += plan.num_seqs
         self._num_padding += key.num_seqs - plan.num_seqs
-        arrays["rows"][plan.num_seqs : key.num_seqs, GEN_SLOT] = self._nobody
+        arrays["rows"][plan.num_seqs : key.num_seqs, [GEN_SLOT, GEN_DRAFT_LENGTH]] = self._nobody, 0
         buffers, stream = self._buffers, self._stream
         stream.copy_in(buffers.table_bytes, buffers.slot_table(arrays, key.num_seqs))
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
@@ -215,7 +235,10 @@ class CudaDecoder:
         failed = np.flatnonzero(rows.status != STATUS_OK)
         arrays["status"][failed] = rows.status[failed]
         arrays["num_tokens"][failed] = 0
-        self.residents.grammars.accept(rows, arrays["tokens"][: len(rows.table)].tolist(), [1] * len(rows.table))
+        num_rows = len(rows.table)
+        self.residents.grammars.accept(
+            rows, arrays["tokens"][:num_rows].tolist(), arrays["num_tokens"][:num_rows].tolist()
+        )
 
     def _land_any(self, landing: Callable[[], None]) -> None:
         """Raises Diverged."""
@@ -225,9 +248,11 @@ class CudaDecoder:
 
     # --- shapes ---------------------------------------------------------------------------------------------
 
-    def _key(self, num_rows: int, needs: Needs | None) -> GraphKey:
+    def _key(self, num_rows: int, needs: Needs | None, draft_length: int = 0, keep_draft: bool = True) -> GraphKey:
         padded = padded_seqs(num_rows, self._facts.max_num_seqs)
-        return decode_key(padded, self._attention.choose(padded, 1), needs)
+        attention = self._attention.choose(padded, draft_length + 1)
+        keep_draft = keep_draft or not self._has_state
+        return decode_key(padded, attention, needs, draft_length=draft_length, keep_draft=keep_draft)
 
     def _policy(self, config: RankConfig) -> GraphPolicy:
         most = self._facts.max_num_seqs
@@ -235,19 +260,31 @@ class CudaDecoder:
         known = [key for key in from_leader(self._group, listed, self._device) if self._is_ours(key)]
         if config.capture == "eager":
             sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
-            known += [self.key(size, needs) for needs in COMMON_NEEDS for size in sizes]
-        most_tokens = max(most, small_tokens(self._small.max_tokens))
+            known += [
+                self.key(size, needs, length)
+                for needs in COMMON_NEEDS
+                for size in sizes
+                for length in self._draft_lengths(size)
+            ]
+        most_tokens = max(most * (self._facts.max_draft_tokens + 1), small_tokens(self._small.max_tokens))
         known = list(dict.fromkeys(known))
         return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most_tokens, known=known)
 
+    def _draft_lengths(self, padded: int) -> list[int]:
+        """Of steps that are padded to so many rows."""
+        facts = self._facts
+        table = facts.draft_lengths or ((facts.max_num_seqs, facts.max_draft_tokens),)
+        counts = range(padded // 2 + 1, padded + 1)
+        return sorted({next((length for most, length in table if count <= most), 0) for count in counts})
+
     def _is_ours(self, key: GraphKey) -> bool:
         """Whether steps can still have this key: limits and choices may have changed since it was listed."""
-        if key.num_seqs > self._facts.max_num_seqs:
+        if key.num_seqs > self._facts.max_num_seqs or key.q > self._facts.max_draft_tokens + 1:
             return False
         if key.q == 0:
             return self._small.fits(key)
         try:
-            return key == self.key(key.num_seqs, needs_of(key))
+            return key == self.key(key.num_seqs, needs_of(key), key.q - 1, keeps_draft(key))
         except TypeError:  # sampling has no such need any more
             return False
 
@@ -259,7 +296,8 @@ class CudaDecoder:
         """Makes the buffers a step of nobody's rows."""
         if key.q == 0:
             self._small.clear(key)
-        self._buffers.table[: key.num_seqs, GEN_SLOT] = self._nobody
+        table = self._buffers.table[: key.num_seqs]
+        table[:, GEN_SLOT], table[:, GEN_DRAFT_LENGTH] = self._nobody, 0
         return [0] * (key.num_seqs + 1)
 
     def _static_attention(self, key: GraphKey) -> StaticAttention:

@@ -11,11 +11,15 @@ from ipc.types import ModelFacts
 from rose.attention.paged import PagedBackend, PagedKV, PagedRows
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
+from rose.cuda_stream import StepStream
 from rose.decoder import LanguageModel
 from rose.distributed.group import ALONE, Group, smallest
+from rose.graph_memory import SLACK, CudaGraphMemory
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate, cuda_budget_bytes, num_blocks_for
 from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelConfig, ModelError
+from rose.speculation.protocol import ProposerSource, Target
+from rose.speculation.registry import load_proposer
 from rose.static_decoder import DecodeBatch
 
 GRAPH_BYTES = 1 << 30  # left for captured graphs, whose memory is their own
@@ -32,24 +36,29 @@ def load_cuda_decoder(
     tokenizer: Path,
     shapes: Path | None,
     group: Group = ALONE,
+    stream: StepStream | None = None,
 ) -> tuple[CudaDecoder, ModelFacts]:
     """The decoder, and `facts` with the number of blocks that there is room for on every rank. `model_config` has the
     heads of this one.
 
-    `model` has its weights, in `dtype` on `device`. Raises ModelError, torch.OutOfMemoryError.
+    `model` has its weights, in `dtype` on `device`; those of what drafts for it are read here. Raises ModelError,
+    torch.OutOfMemoryError.
     """
-    if facts.max_draft_tokens:
-        raise ModelError('speculation is not there on GPUs yet: set rank.speculation.proposer = "none"')
+    source = load_source(model, model_config, facts, config, tokenizer.parent, device, dtype, group)
     use_kernels(model)
     shape = KVShape.of(model_config, dtype)
-    budget = config.kv_cache_bytes
+    budget, memory = config.kv_cache_bytes, None
     if budget is None:
         attention = paged_backends(model_config, dtype, device, config)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run_largest_step(cast(LanguageModel, model), facts, shape, attention, device)
-        budget = max(0, cuda_budget_bytes(config.memory_fraction, device) - GRAPH_BYTES)
-    num_blocks = num_blocks_for(
-        shape, budget, max_num_seqs=facts.max_num_seqs, max_model_len=facts.max_model_len
-    )  # fmt: skip
+        step_bytes = torch.cuda.max_memory_allocated(device) - before
+        memory = CudaGraphMemory(step_bytes)
+        left = GRAPH_BYTES + int((SLACK - 1) * step_bytes)
+        budget = max(0, cuda_budget_bytes(config.memory_fraction, device) - left)
+    limits = {"max_num_seqs": facts.max_num_seqs, "max_model_len": facts.max_model_len}
+    num_blocks = num_blocks_for(shape, budget, beside=source.kv_shape, **limits)
     num_blocks = smallest(group, num_blocks, device)
     facts = replace(facts, num_blocks=num_blocks)
     decoder = CudaDecoder(
@@ -60,10 +69,36 @@ def load_cuda_decoder(
         config,
         device=device,
         tokenizer=tokenizer,
+        stream=stream,
         shapes=shapes,
+        memory=memory,
         group=group,
+        source=source,
+        draft_caches=[] if source.kv_shape is None else allocate(source.kv_shape, num_blocks, device),
     )
     return decoder, facts
+
+
+def load_source(
+    model: nn.Module,
+    model_config: ModelConfig,
+    facts: ModelFacts,
+    config: RankConfig,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: Group,
+) -> ProposerSource:
+    """Who drafts for the model in `directory`. Raises ModelError."""
+    if config.speculation.proposer == "mtp" and config.speculation.head_tokens == "accepted":
+        raise ModelError(
+            'speculation.head_tokens = "accepted" has each step wait for the device, which a captured one cannot: '
+            'on a GPU set it to "all" or "auto"'
+        )
+    target = Target(model, model_config, directory, facts, dtype, device, group)
+    if device.type == "cuda" or config.speculation.head_tokens != "auto":
+        return load_proposer(config.speculation, target)
+    return load_proposer(replace(config.speculation, head_tokens="all"), target)  # a GPU's way, without one
 
 
 @torch.inference_mode()

@@ -44,8 +44,8 @@ class DecodeBuffers:
         )
         self.table = torch.zeros(num_rows, 8, dtype=torch.int32, device=device)
         self.table_bytes = self.table.view(torch.uint8).view(-1)
-        self._per_row = torch.zeros(5, num_rows, dtype=torch.int32, device=device)
-        self._per_token = torch.zeros(3, num_rows * width, dtype=torch.int32, device=device)
+        self._per_row = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        self._per_token = torch.zeros(8, num_rows * width, dtype=torch.int32, device=device)
         self._cu_seqlens_q = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         self.ones = torch.ones(num_rows, dtype=torch.int32, device=device)
@@ -54,20 +54,19 @@ class DecodeBuffers:
     def rows(self, key: GraphKey) -> DecodeRows:
         """Views of a key's rows: the first of each buffer."""
         num_rows, num_tokens = key.num_seqs, key.num_tokens
-        slots, status, kv_lengths, num_known, num_output = self._per_row[:, :num_rows]
-        input_ids, positions, slot_mapping = self._per_token[:, :num_tokens]
+        slots, kv_lengths = self._per_row[:, :num_rows]
+        input_ids, positions, slot_mapping, next_ids, *of_places = self._per_token[:, :num_tokens]
         return DecodeRows(
-            table=self.table[:num_rows],
-            slots=slots,
-            status=status,
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
-            kv_lengths=kv_lengths,
-            block_table=self._block_table[:num_rows],
-            num_known=num_known,
-            num_output=num_output,
+            self.table[:num_rows],
+            slots,
+            input_ids,
+            positions,
+            slot_mapping,
+            next_ids,
+            self._cu_seqlens_q[: num_rows + 1],
+            kv_lengths,
+            self._block_table[:num_rows],
+            *of_places,
         )
 
     def row_outputs(self, num_rows: int) -> RowOutputs:

@@ -67,9 +67,9 @@ def rows(max_model_len: int, max_num_seqs: int, max_draft_tokens: int, q: int) -
     slots = Slots(facts, 99, CPU)
     buffers = DecodeBuffers(facts, slots.block_table.shape[1], CPU)
     views = buffers.rows(GraphKey("decode", max_num_seqs, max_num_seqs * q, q, "triton"))
-    slot_rows(slots, views)
-    tokens = int32s(max_num_seqs, max_draft_tokens + 1)
-    advance_rows(slots, views, tokens, buffers.ones, buffers.row_outputs(max_num_seqs))
+    slot_rows(slots, views, int32s(max_num_seqs, q - 1))
+    out = buffers.row_outputs(max_num_seqs)
+    advance_rows(slots, views, int32s(max_num_seqs, q), buffers.ones, buffers.zeros, out)
 
 
 def sample(num_rows: int, needs: Needs) -> None:

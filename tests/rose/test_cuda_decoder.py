@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_NON_FINITE
 from ipc.types import SamplingParams
-from rose.config import RankConfig
+from rose.config import RankConfig, SpeculationConfig
 from rose.cuda_decoder import CudaDecoder, paged_backends
 from rose.cuda_decoder_load import load_cuda_decoder, run_largest_step
 from rose.kv_cache import KVShape, allocate
@@ -345,14 +345,14 @@ def test_the_largest_step_runs_before_there_is_a_cache(tiny: Path) -> None:
     assert seen[0].isfinite().all()
 
 
-def test_drafts_are_refused_by_name(tiny: Path) -> None:
+def test_a_head_that_waits_is_refused_by_name(tiny: Path) -> None:
     config = read_config(tiny)
     model = load_model(tiny, config, read_task(tiny, config, "generate"), DEVICE, torch.float32)
     driver = Driver(tiny, **SIZES)
-    facts = replace(driver.facts, max_draft_tokens=2)
     driver.close()
-    with pytest.raises(ModelError, match=r'not there on GPUs yet: set rank.speculation.proposer = "none"'):
+    speculation = SpeculationConfig(proposer="mtp", model="head", head_tokens="accepted")
+    with pytest.raises(ModelError, match=r'on a GPU set it to "all" or "auto"'):
         load_cuda_decoder(
-            model, config, facts, RankConfig(**SIZES), device=DEVICE, dtype=torch.float32,
-            tokenizer=tiny / "tokenizer.json", shapes=None,
+            model, config, driver.facts, RankConfig(speculation=speculation, **SIZES), device=DEVICE,
+            dtype=torch.float32, tokenizer=tiny / "tokenizer.json", shapes=None,
         )  # fmt: skip
