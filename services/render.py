@@ -34,6 +34,13 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 _RANK = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SPINNING = {"GOMP_SPINCOUNT": "20000"}
 _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}  # there are more threads than cores: another rank's has something to do
+# Ranks of one replica: each sees its own GPU alone, as device 0, and torch's shared memory would take them all for one.
+# Groups are ended by killing, and a multicast object that is killed can put a host's GPUs out of service.
+GROUP_ENVIRONMENT = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -64,6 +71,7 @@ def replica_config(config: ServiceConfig, model: ModelConfig, replica: str, run_
         environment = _RANK | (_SLEEPING if crowded(config, num_cores()) else _SPINNING)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+            environment |= GROUP_ENVIRONMENT if len(ranks) > 1 else {}
         command = _main("rose_main", run_dir, model=model.name, replica=replica, rank=rank)
         sections.append(_program(program, run_dir, command, environment, RANK_STOP_WAIT_S))
     command = _main("scheduler_main", run_dir, model=model.name, replica=replica)

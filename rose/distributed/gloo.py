@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,9 @@ class GlooGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         self._group.allreduce([x]).wait()
         return x
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size * x.numel())

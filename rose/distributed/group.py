@@ -25,6 +25,10 @@ class Group(Protocol):
         """The sum of every rank's x, the same bits everywhere; may overwrite x (contiguous)."""
         ...
 
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where an x of the next `all_reduce` is best made, until then; None: anywhere."""
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """x [...] of every rank, alike in shape and dtype, as [size, ...]."""
         ...
@@ -41,6 +45,9 @@ class Alone:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]

@@ -47,8 +47,9 @@ class GatherLogits(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         if self._group.size == 1:
             return logits.float()
-        parts = self._group.all_gather(logits).transpose(0, 1).flatten(1)
-        return parts[:, : self._vocab_size].float().contiguous()
+        parts = self._group.all_gather(logits).transpose(0, 1)
+        whole = parts.to(torch.float32, memory_format=torch.contiguous_format, copy=True)  # turned and widened at once
+        return whole.flatten(1)[:, : self._vocab_size].contiguous()
 
 
 class PositionedEmbeddings(nn.Module):

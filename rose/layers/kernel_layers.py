@@ -5,6 +5,7 @@ Model files stay as they are; what differs between devices is which of these cla
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ class KernelLinear(nn.Module):
         x = (x.added() if isinstance(x, PartialSums) else x) if norm is None else norm(x)
         residual = residual.added() if isinstance(residual, PartialSums) else residual
         if self._group.size > 1:
-            y = self._group.all_reduce(F.linear(x, self.weight, self.bias))
+            y = self._group.all_reduce(self._part(x))
             return y if residual is None else PartialSums(residual, y[None])
         if self._gelu:
             y = F.linear(x, self.weight)
@@ -75,6 +76,15 @@ class KernelLinear(nn.Module):
             y = F.linear(x, self.weight, self.bias)
             y = y if self._activation is None else self._activation(y)
         return y if residual is None else residual.add_(y)
+
+    def _part(self, x: Tensor) -> Tensor:
+        """This rank's part of a sum over all, made where the sum reads it."""
+        out = self._group.room((len(x), len(self.weight)), x.dtype)
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class KernelRMSNorm(nn.Module):

@@ -145,6 +145,10 @@ def test_each_rank_of_a_replica_has_a_gpu_of_its_own(run_dir: Path, monkeypatch:
     gpus = {name: program.environment.get("CUDA_VISIBLE_DEVICES") for name, program in programs.items()}
     assert {name: gpu for name, gpu in gpus.items() if gpu} == {"n-0:rank-0": "4", "n-0:rank-1": "6"}
     assert "--rank=1" in programs["n-0:rank-1"].command
+    for rank in range(2):  # no multicast: killed, it can put the GPUs out of service
+        environment = programs[f"n-0:rank-{rank}"].environment
+        assert environment["NCCL_NVLS_ENABLE"] == "0"
+        assert environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 def test_no_gpu_is_given_to_a_model_on_cpu(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,19 +19,23 @@ from ipc.control import Join
 from ipc.step import StepPlan
 from ipc.step_ring import Arrays, StepRing, encode_layout, generate_layout
 from ipc.types import ModelFacts
+from rose import decoder_loader, encoder_loader
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder
+from rose.cuda_stream import CudaStream
 from rose.decoder_loader import DecoderLoader
-from rose.distributed.group import form_group
+from rose.distributed.group import Group, form_group
 from rose.distributed.shard import local_heads
 from rose.kv_cache import KVShape, allocate
 from rose.model_runner import Loaded
 from rose.models.load import load_model
 from rose.runners import make_runner
+from services.render import GROUP_ENVIRONMENT
 from tests.rose.host_stream import HostStream
 
 SIZE = 2
 ANSWER_SECONDS = 60
+GPU_ANSWER_SECONDS = 150  # the first to need a kernel waits for its compiler
 
 
 class Ranks:
@@ -48,6 +52,7 @@ class Ranks:
         ]
         for process in self.processes:
             process.start()
+        self._answer_seconds = GPU_ANSWER_SECONDS if gpus else ANSWER_SECONDS
         self._num_groups = 0
         self.ring: StepRing | None = None
 
@@ -79,10 +84,10 @@ class Ranks:
     def tell(self, rank: int, name: str, *arguments: Any) -> Any:
         """To one rank alone."""
         self._pipes[rank].send((name, arguments))
-        return _checked(_answer(self._pipes[rank]))
+        return _checked(self._answer(self._pipes[rank]))
 
     def receive(self) -> list[Any]:
-        answers = [_answer(pipe) for pipe in self._pipes]
+        answers = [self._answer(pipe) for pipe in self._pipes]
         return [_checked(answer) for answer in answers]
 
     def close(self) -> None:
@@ -91,6 +96,10 @@ class Ranks:
             process.join()
         if self.ring is not None:
             self.ring.close()
+
+    def _answer(self, pipe: Connection) -> tuple[str, Any]:
+        assert pipe.poll(self._answer_seconds), "a rank does not answer"
+        return pipe.recv()
 
     def _rendezvous(self) -> str:
         self._num_groups += 1
@@ -126,17 +135,12 @@ class RemoteRunner:
 
 
 @contextmanager
-def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
+def two_ranks(*, gpus: bool = False) -> Iterator[Ranks]:
+    ranks = Ranks(gpus=gpus)
     try:
         yield ranks
     finally:
         ranks.close()
-
-
-def _answer(pipe: Connection) -> tuple[str, Any]:
-    assert pipe.poll(ANSWER_SECONDS), "a rank does not answer"
-    return pipe.recv()
 
 
 def _checked(answer: tuple[str, Any]) -> Any:
@@ -149,8 +153,9 @@ def _serve(pipe: Connection, rank: int, gpus: bool) -> None:
     """A rank's process: does what the pipe says until that ends."""
     torch.set_num_threads(1)
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # nothing has asked for a device yet
-    state = _Rank(rank)
+        os.environ |= GROUP_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": str(rank)}  # nothing has asked for a device yet
+        _form_one_group()
+    state = _Rank(rank, torch.device("cuda" if gpus else "cpu"))
     while True:
         try:
             name, arguments = pipe.recv()
@@ -163,9 +168,21 @@ def _serve(pipe: Connection, rank: int, gpus: bool) -> None:
         pipe.send(answer)
 
 
+def _form_one_group() -> None:
+    """A process with a GPU forms one group in its life: all models of this one are loaded into that."""
+    formed: list[Group] = []
+
+    def form(join: Join | None, device: torch.device) -> Group:
+        if not formed:
+            formed.append(form_group(join, device))
+        return formed[0]
+
+    encoder_loader.form_group = decoder_loader.form_group = form  # type: ignore[attr-defined]
+
+
 class _Rank:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
         self._runner: Any = None
         self._group: Any = None
         self._changes: dict[str, int] = {}
@@ -222,11 +239,34 @@ class _Rank:
         return self._drafts
 
     def group(self, rendezvous: str) -> None:
-        self._group = form_group(self._join(rendezvous), torch.device("cpu"))
+        self._group = encoder_loader.form_group(self._join(rendezvous), self._device)  # type: ignore[attr-defined]
 
     def collective(self, name: str, values: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's tensor of `values`."""
-        return getattr(self._group, name)(values[self._rank].clone())
+        found: torch.Tensor = getattr(self._group, name)(values[self._rank].to(self._device, copy=True))
+        return found.cpu()
+
+    def captured(self, name: str, values: list[torch.Tensor], num_replays: int) -> tuple[bool, torch.Tensor]:
+        """The collective as a graph [num_replays, ...]: of this rank's tensor, of twice that, and so on. And whether
+        there was a place for that tensor where the sum reads it."""
+        given = values[self._rank].to(self._device)
+        x, room = torch.empty_like(given), self._group.room(tuple(given.shape), given.dtype)
+        outcome: list[torch.Tensor] = []
+
+        def work() -> None:
+            made = x if name != "all_reduce" or room is None else torch.mul(x, 1, out=room)
+            outcome[:] = [getattr(self._group, name)(made)]
+
+        stream = CudaStream(1, (64, 64))
+        x.copy_(given)
+        work()
+        graph = stream.capture(work)
+        found = []
+        for number in range(1, num_replays + 1):
+            x.copy_(given * number)
+            graph.replay()
+            found.append(outcome[0].cpu())
+        return room is not None, torch.stack(found)
 
     def _join(self, rendezvous: str) -> Join:
         return Join(1, 7, self._rank, [11, 12], f"file://{rendezvous}", encode_layout(_NO_FACTS))
