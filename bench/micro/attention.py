@@ -1,19 +1,20 @@
 """Every attention backend on a GPU, by head dimension, mask and lengths: error, microseconds a layer, planning cost.
 
-    python -m bench.micro.attention [--out DIR] [--only NAME] [--backends triton,fa2,...]
+    python -m bench.micro.attention [--out DIR] [--only NAME] [--sizes 50x512,...] [--backends triton,fa2,...] [--plain]
     python -m bench.micro.attention --tables-of A.json B.json --out rose/attention    # no GPU
 
 Each variant is compared with float32 (sampled rows), then timed as captured in a graph; backends for graphs are also
-replayed with other lengths under the same key and compared again. Writes attention.json, and choice_table.py: the
-fastest backend of each point, to be copied to rose/attention/.
+replayed with other lengths under the same key and compared again, then with NaN in one sequence and in the padding.
+Writes attention.json, and choice_table.py: the fastest backend of each point, to be copied to rose/attention/. Made of
+several files, a point is that of the last file that has it.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from bench.micro.attention_points import (
     sampled_error,
     views,
 )
-from bench.micro.attention_table import TOLERANCE, write_table
+from bench.micro.attention_table import TOLERANCE, latest, records_of, write_table
 from bench.micro.gpu_timing import (
     BYTES_PER_S,
     FLOP_PER_S,
@@ -47,6 +48,7 @@ from bench.micro.gpu_timing import (
     warm_cache,
 )
 from bench.micro.variants import attention_tiles, rope_tiles
+from rose.attention.contained import ContainedBackend
 from rose.attention.flash4 import Flash4Backend
 from rose.attention.flashinfer_ragged import FlashInferBackend
 from rose.attention.interface import AttentionShape, Sequences
@@ -92,21 +94,23 @@ def static(point: Point, b: Buffers, backend: Any) -> dict[str, Any]:
     torch.cuda.synchronize()
     record["other_lengths_error"] = sampled_error(result[-1], b, others, point.shape)
     record["padding_finite"] = bool(result[-1][others[-1] :].isfinite().all())
-    if point.num_seqs > 1:
-        attention.prepare(b.offsets)
-        cu_seqlens.copy_(b.cu_seqlens)
-        record["bad_neighbour_contained"] = neighbour_contained(point, b, attention)
+    start, end = spoil(b, others)
+    graph.replay()
+    torch.cuda.synchronize()
+    good = torch.cat([result[-1][:start], result[-1][end : others[-1]]])
+    record["bad_neighbour_contained"] = bool(good.isfinite().all())
+    b.qkv.normal_()
     return record
 
 
-def neighbour_contained(point: Point, b: Buffers, attention: StaticAttention) -> bool:
-    """Whether NaN in one sequence leaves all others finite: kernels that read past an end may multiply it by 0."""
-    bad = b.qkv.clone()
-    start, end = b.offsets[point.num_seqs // 2 : point.num_seqs // 2 + 2]
-    bad[start:end] = math.nan
-    _, q, k, v = views(bad, point)
-    out = attention(q, k, v, point.shape)
-    return bool(out[:start].isfinite().all() and out[end:].isfinite().all())
+def spoil(b: Buffers, offsets: list[int]) -> tuple[int, int]:
+    """NaN for the padding and, where there are others, for one sequence: which tokens. All other sequences are to stay
+    finite; kernels that read past an end may multiply it by 0."""
+    pairs = [(start, end) for start, end in pairwise(offsets) if end > start]
+    start, end = pairs[len(pairs) // 2] if len(pairs) > 1 else (offsets[-1], offsets[-1])
+    b.qkv[start:end] = math.nan
+    b.qkv[offsets[-1] :] = math.nan
+    return start, end
 
 
 def planned(point: Point, b: Buffers, kernel: Any) -> dict[str, Any]:
@@ -233,12 +237,17 @@ def turn(qkv: Tensor, point: Point, positions: Tensor, cos: Tensor, sin: Tensor,
     )  # fmt: skip
 
 
-def variants(point: Point, backends: dict[str, Any]) -> Iterator[tuple[str, Callable[[Buffers], dict[str, Any]]]]:
-    """(name, measurement) of everything to try at `point`. `backends`: name → backend or the error of making it."""
+def variants(
+    point: Point, backends: dict[str, Any], *, plain: bool = False
+) -> Iterator[tuple[str, Callable[[Buffers], dict[str, Any]]]]:
+    """(name, measurement) of everything to try at `point`. `backends`: name → backend or the error of making it;
+    `plain`: these alone, as they are."""
     from torch.nn.attention import SDPBackend
 
     for name, backend in backends.items():
         yield name, lambda b, x=backend: static(point, b, _made(x))
+    if plain:
+        return
     huge = point.flops > 4e12
     if "triton" in backends and not huge:
         for tiles in attention_tiles(point.head_dim, point.length):
@@ -260,8 +269,9 @@ def make_backends(names: list[str]) -> dict[str, Any]:
     makers: dict[str, Callable[[], Any]] = {
         "triton": TritonBackend,
         "fa2": lambda: FlashInferBackend("fa2", DEVICE, BF16),
-        "fa3": lambda: FlashInferBackend("fa3", DEVICE, BF16),
-        "flash4": Flash4Backend,
+        "fa3": lambda: ContainedBackend(FlashInferBackend("fa3", DEVICE, BF16)),
+        "flash4": lambda: ContainedBackend(Flash4Backend()),
+        "fa3 bare": lambda: FlashInferBackend("fa3", DEVICE, BF16),
         "cudnn": CudnnVarlen,
     }
     made: dict[str, Any] = {}
@@ -296,32 +306,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="folder for attention.json and choice_table.py")
     parser.add_argument("--only", default="", help="points whose name contains this")
+    parser.add_argument("--sizes", default="", help="those of these sequences x lengths alone, as 50x512,1x2048")
     parser.add_argument("--backends", default="triton,fa2,fa3")
+    parser.add_argument("--plain", action="store_true", help="no other tiles, nothing of torch's")
     parser.add_argument("--no-compile", action="store_true", help="the compiler's cache is filled already")
     parser.add_argument("--budget-s", type=float, default=130.0, help="points not begun by then are skipped")
     parser.add_argument("--tables-of", nargs="+", metavar="JSON", help="measure nothing: the table of earlier results")
     args = parser.parse_args()
     if args.tables_of:
-        earlier = [json.loads(Path(name).read_text())["records"] for name in args.tables_of]
-        print(write_table(args.out, [record for records in earlier for record in records]))
+        print(write_table(args.out, latest([records_of(Path(name)) for name in args.tables_of])))
         return
     begin = time.perf_counter()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     names = args.backends.split(",")
-    compile_s = warm_cache("attention") if "triton" in names and not args.no_compile else 0.0
+    warms = "triton" in names and not (args.no_compile or args.plain)
+    compile_s = warm_cache("attention") if warms else 0.0
     print(f"compiled in {compile_s:.0f} s")
     records: list[dict[str, Any]] = []
     document = {**versions(), "compile_s": compile_s, "records": records}
     backends = make_backends(names)
+    sizes = set(filter(None, args.sizes.split(",")))
     for point in points():
-        if args.only not in point.name:
+        if args.only not in point.name or (sizes and point.name.split()[-1] not in sizes):
             continue
         if time.perf_counter() - begin > args.budget_s:
             records.append({"case": point.name, "variant": "-", "error": "not begun: out of time"})
             continue
         buffers = make_buffers(point)
-        for name, measure in variants(point, backends):
+        for name, measure in variants(point, backends, plain=args.plain):
             record = attempt({"case": point.name, "variant": name}, lambda m=measure, b=buffers: m(b))
             records.append(record)
             print(line(record), flush=True)

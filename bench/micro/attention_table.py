@@ -1,5 +1,6 @@
 """The table of the fastest attention backends (rose/attention/choice_table.py) from what was measured."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ Written by `python -m bench.micro.attention`; do not edit by hand.
 
 TABLE: tuple[tuple[int, bool, int, int, str], ...] = (
 '''
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """Of what the benchmark wrote, or of a result file made of that."""
+    document = json.loads(path.read_text())
+    found: list[dict[str, Any]] = document["records"] if "records" in document else document["details"]["records"]
+    return found
+
+
+def latest(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The records of each case from the last of `files` that measured it: kernels change."""
+    cases = {record["case"]: records for records in files for record in records if "error" not in record}
+    return [record for case, records in cases.items() for record in records if record["case"] == case]
 
 
 def best(point: Point, records: list[dict[str, Any]]) -> str | None:

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.micro.variants import PARTS, attention_tiles, rope_tiles
 from rose.kernels.activation import gelu, silu_mul
+from rose.kernels.contain import contain
 from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
@@ -152,6 +153,9 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                     f"attention d{d} {tuple(tiles)} causal={causal}",
                     lambda a=(d, heads, kv, causal, tiles): attend(*a),
                 )
+    for heads, d in ((12, 32), (16, 64), (8, 128)):
+        kv = zeros(64, 2, heads, d)
+        yield f"contain {heads} x {d}", lambda x=kv: contain(x[:, 0], x[:, 1], zeros(9, dtype=torch.int32))
     table = zeros(99, 64, dtype=torch.float32)
     for tiles in [*rope_tiles(32), *rope_tiles(128)]:
         rope = Rope(zeros(128), zeros(128), table, table, 1e-6)

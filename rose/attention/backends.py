@@ -2,24 +2,20 @@
 
 import importlib.util
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rose.attention.choice import SPREADING, choose
+from rose.attention.contained import BothWays, ContainedBackend
 from rose.attention.flash4 import Flash4Backend
 from rose.attention.flashinfer_ragged import FlashInferBackend
-from rose.attention.interface import Attend, AttentionBackend, AttentionShape, Sequences
+from rose.attention.interface import Attend, AttentionShape, Sequences
 from rose.attention.sdpa import SdpaBackend
-from rose.attention.static import StaticAttention, StaticBackend
+from rose.attention.static import StaticAttention
 from rose.attention.triton_ragged import TritonBackend
 
 _HOPPER = (9, 0)
-
-
-class _Backend(AttentionBackend, StaticBackend, Protocol):
-    """Both ways."""
 
 
 class Backends:
@@ -35,7 +31,7 @@ class Backends:
         self._num_plans = num_plans
         self._override = override
         self._available = available(shape, dtype, device)
-        self._made: dict[str, _Backend] = {}
+        self._made: dict[str, BothWays] = {}
         self.choose = cache(self._choose)
         self.choose(1, 64)  # an override that cannot run shows now
 
@@ -52,18 +48,15 @@ class Backends:
         return self._get(name).ragged(sequences)
 
     def _choose(self, num_seqs: int, num_tokens: int) -> str:
-        able = self._available
-        if self._override == "auto" and self._dtype == torch.float16 and num_seqs > 1:
-            # in half precision one row may well overflow, and must fail alone; in bfloat16 none does
-            able = tuple(name for name in able if name not in SPREADING)
-        return choose(self._shape, num_seqs, num_tokens, override=self._override, available=able)
+        return choose(self._shape, num_seqs, num_tokens, override=self._override, available=self._available)
 
-    def _get(self, name: str) -> _Backend:
+    def _get(self, name: str) -> BothWays:
         if name not in self._made:
-            self._made[name] = self._make(name)
+            made = self._make(name)
+            self._made[name] = ContainedBackend(made) if name in SPREADING else made
         return self._made[name]
 
-    def _make(self, name: str) -> _Backend:
+    def _make(self, name: str) -> BothWays:
         match name:
             case "sdpa":
                 return SdpaBackend()

@@ -15,7 +15,8 @@ from rose.attention.choice_table import TABLE
 from rose.attention.interface import AttentionShape
 
 BACKENDS = ("sdpa", "triton", "fa2", "fa3", "flash4")
-# They read keys past a sequence's end and weigh them with 0: NaN of one sequence reaches the one before it.
+# They read keys past a sequence's end and weigh them with 0: by themselves they let NaN of one sequence reach the one
+# before it, so they run behind rose.attention.contained.
 SPREADING = ("fa3", "flash4")
 
 

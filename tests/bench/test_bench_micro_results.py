@@ -53,6 +53,22 @@ def test_kernels_and_layers(tmp_path: Path) -> None:
     assert "- hm" in text
 
 
+def test_the_table_of_several_files_has_each_point_of_the_last(tmp_path: Path) -> None:
+    def measured(name: str, size: str, triton_us: float, fa3_us: float) -> Path:
+        case, graph = f"d128 16:8 full {size}", {"prepare_us": 0.0, "other_lengths_error": 1e-3, "padding_finite": True}
+        records = [record(case, "triton", triton_us, **graph), record(case, "fa3", fa3_us, **graph)]
+        return write(tmp_path / name, [record(case, "triton 64/64/4/3", triton_us), *records])
+
+    files = [measured("old.json", "50x512", 3.0, 5.0), measured("other.json", "100x512", 2.0, 3.0)]
+    newest = measured("new.json", "50x512", 7.0, 6.0)
+    newest.write_text(json.dumps({"details": json.loads(newest.read_text())}))  # as a result file has it
+    command = [sys.executable, "-m", "bench.micro.attention", "--out", str(tmp_path), "--tables-of"]
+    subprocess.run([*command, *map(str, [*files, newest])], cwd=ROOT, check=True, timeout=120)
+    lines = (tmp_path / "choice_table.py").read_text().splitlines()
+    rows = [line.strip() for line in lines if line.startswith("    (")]
+    assert rows == ['(128, False, 50, 25600, "fa3"),', '(128, False, 100, 51200, "triton"),']
+
+
 def test_attention_is_that_of_todays_tiles(tmp_path: Path) -> None:
     case, graph = "d128 16:8 full 1x128", {"prepare_us": 0.0, "other_lengths_error": 1e-3, "padding_finite": True}
     records = [

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
+from ipc.step import STATUS_NON_FINITE, STATUS_OK
 from ipc.step_ring import StepRing, encode_layout
 from rose.attention.sdpa import SdpaBackend
 from rose.batch import Rows
@@ -33,6 +35,7 @@ MODELS = {
 }
 BATCHES = [(1,), (33,), (64,), (65,), (512,), (1, 7, 300, 64, 2, 130), (100,) * 20, (500, 3, 512, 1, 77) * 8]
 VOCABULARY = 4096
+BAD = 77  # a token whose embedding is NaN, where a test makes it so
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -162,6 +165,37 @@ def test_int8_and_binary(tmp_path: Path) -> None:
         driver.run(sequences, **columns)["values"][: 6 * 128].reshape(6, 128), axis=1, bitorder="little"
     )
     assert (bits != (exact >= 0)).mean() <= 0.02
+    driver.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("attention", ["triton", "fa2", "fa3"])
+@pytest.mark.parametrize("pplx", [True, False])
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path, pplx: bool, attention: str, dtype: str) -> None:
+    """Eagerly, captured and replayed, wherever it stands; nor does what it leaves behind in the padding fail others."""
+    if attention.startswith("fa"):
+        pytest.importorskip("flashinfer")
+    directory = random_models.qwen3(tmp_path, pplx=pplx)
+    weights = load_file(directory / "model.safetensors")
+    weights["embed_tokens.weight"][BAD] = float("nan")
+    save_file(weights, directory / "model.safetensors")
+    driver = gpu_driver(directory, attention=attention, dtype=dtype, max_graph_tokens=4096)
+    for lengths in ((130, 77, 200, 40, 1, 33), (500, 3, 512, 1, 77) * 5):  # the second takes no graph
+        sequences = [[token + (token == BAD) for token in ids] for ids in ragged_ids(VOCABULARY, lengths, 1)]
+        expected = driver.vectors(sequences)
+        for bad in range(min(len(lengths), 6)):
+            spoilt = [list(ids) for ids in sequences]
+            spoilt[bad][0] = spoilt[bad][-1] = BAD
+            arrays = driver.run(spoilt)
+            status = arrays["status"][: len(lengths)].tolist()
+            assert status == [STATUS_NON_FINITE if row == bad else STATUS_OK for row in range(len(lengths))]
+            others = [row for row in range(len(lengths)) if row != bad]
+            np.testing.assert_array_equal(driver.read(arrays, len(lengths))[others], expected[others])
+    short = sequences[0][:450]  # padded to 512
+    expected = driver.vectors([short])
+    for _ in range(3):
+        assert driver.run([[BAD] * 512])["status"][0] == STATUS_NON_FINITE
+        np.testing.assert_array_equal(driver.vectors([short]), expected)
     driver.close()
 
 
