@@ -7,6 +7,7 @@
 #   collectives  every collective alone and in a graph, each way
 #   encoders     vectors of two ranks against those of one on CPU
 #   decoders     tokens of two ranks against those of one on CPU, in graphs; a rank that differs is found out
+#   drafts       speculation of two ranks, whole steps in graphs, against one rank on CPU without
 #   group        a stack whose model is divided: ranks are killed, halted, restarted, while they answer
 #   replicas     a stack of two replicas: both GPUs are asked (runs beside the other parts)
 #
@@ -70,6 +71,7 @@ ranks=tests/rose/distributed/test_gpu_ranks.py stacks=tests/integration/test_gpu
 collectives() { tests collectives 90 "$ranks" -k 'sums or parts'; }
 encoders() { tests encoders 90 "$ranks" -k vectors; }
 decoders() { tests decoders 120 "$ranks" -k tokens; }
+drafts() { tests drafts 150 tests/rose/distributed/test_gpu_drafts.py; }
 group() { tests group 200 "$stacks" -k 'not replicas'; }
 replicas() { tests replicas 120 "$stacks" -k replicas; }
 
@@ -81,12 +83,12 @@ replicas() { tests replicas 120 "$stacks" -k replicas; }
 cat "$logs/machine" >>"$out/two_gpus.log"
 
 failed=0 beside=()
-for name in "${@:-sums replicas collectives encoders decoders group}"; do
+for name in "${@:-sums replicas collectives encoders decoders group drafts}"; do
     for each in $name; do
         case "$each" in
             replicas) replicas & beside+=($!) ;;
-            sums | collectives | encoders | decoders | group) "$each" || failed=1 ;;
-            *) sed -n '2,15p' "${BASH_SOURCE[0]}" && exit 2 ;;
+            sums | collectives | encoders | decoders | drafts | group) "$each" || failed=1 ;;
+            *) sed -n '2,16p' "${BASH_SOURCE[0]}" && exit 2 ;;
         esac
     done
 done

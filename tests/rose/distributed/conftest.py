@@ -11,3 +11,10 @@ from tests.rose.distributed.ranks import Ranks, two_ranks
 def ranks() -> Iterator[Ranks]:
     with two_ranks() as made:
         yield made
+
+
+@pytest.fixture(scope="package")
+def gpus() -> Iterator[Ranks]:
+    """Each with a GPU of its own."""
+    with two_ranks(gpus=True) as made:
+        yield made

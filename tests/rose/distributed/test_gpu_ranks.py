@@ -1,6 +1,6 @@
 """Two GPUs over NCCL and shared memory, collectives inside the graphs, against one rank on CPU in float32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from ipc.types import SamplingParams
 from rose.distributed.shared_sums import MEASURED, way
 from tests.rose.decoder_driving import Driver, Seq
-from tests.rose.distributed.ranks import SIZE, Ranks, two_ranks
+from tests.rose.distributed.ranks import SIZE, Ranks
 from tests.rose.driving import Driver as EncoderDriver
 from tests.rose.driving import ragged_ids
 from tests.rose.random_models import bert, qwen3
@@ -23,12 +23,6 @@ pytestmark = [
 SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_bytes": 1 << 22, "dtype": "float32"}
 NUM_REPLAYS = 20
 LIMITS = MEASURED[SIZE]
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Ranks]:
-    with two_ranks(gpus=True) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -74,9 +74,7 @@ def test_size_and_dtype_decide(num_bytes: int, dtype: torch.dtype, expected: str
 
 
 @pytest.mark.parametrize(("num_rows", "name"), [(2, "one_shot"), (20, "two_shot")])
-def test_a_tensor_made_in_the_room_is_not_copied(
-    operators: Operators, num_rows: int, name: str
-) -> None:
+def test_a_tensor_made_in_the_room_is_not_copied(operators: Operators, num_rows: int, name: str) -> None:
     made = sums()
     room = made.room((num_rows, 48), torch.float32)
     assert room is not None
