@@ -19,6 +19,7 @@ from rose.sampling.params import SEED_HIGH, SEED_LOW, Needs
 from rose.sampling.philox import STREAM_ACCEPT, STREAM_RESAMPLE, STREAM_TOKEN, uniform_bits
 from rose.sampling.sampler import Sampler
 from rose.slots import Spans
+from rose.speculation import kernels
 
 NO_SLOT = -1  # of places that sampling leaves alone
 
@@ -66,7 +67,7 @@ def verify(
         accepted = accept_draws(draws, places.spans, drafts, counts)
     else:
         weights = sampler.weights(logits, *rows, needs=needs, bitmask=bitmask, before=before)
-        seeds = sampler.state.table[sampler.state.lines(places.slots)][:, [SEED_LOW, SEED_HIGH]]
+        seeds = sampler.state.table[sampler.state.lines(places.slots), SEED_LOW : SEED_HIGH + 1]
         accepted = accept_drawn(weights, seeds, places, drafts, counts, probabilities)
     return accepted
 
@@ -80,7 +81,7 @@ def count_output(sampler: Sampler, places: Places, tokens: Tensor, num_new: Tens
 
 def accept_draws(draws: Tensor, spans: Spans, drafts: Tensor, counts: Tensor) -> Accepted:
     """draws int32 [N]: the target's own at every place, each as if all drafts before it were taken."""
-    if draws.is_cuda:
+    if kernels.has_kernels(draws):
         return Accepted(*_kernels().accept_draws(draws, spans.cu_seqlens, drafts, counts))
     num_rows, k = drafts.shape
     tokens = draws.new_zeros(num_rows, k + 1)
@@ -93,7 +94,7 @@ def accept_drawn(
 ) -> Accepted:
     """Draft d of probability q is taken with the chance p / q; the first that is not is replaced by one drawn from what
     p has more than q. weights int64 [N, V] are p's, seeds int32 [N, 2] the rows' of each place."""
-    if weights.is_cuda:
+    if kernels.has_kernels(weights):
         starts = places.spans.cu_seqlens
         return Accepted(
             *_kernels().accept_drawn(weights, seeds, places.positions, starts, drafts, counts, probabilities)

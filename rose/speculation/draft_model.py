@@ -22,9 +22,10 @@ from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.task import read_task
 from rose.slots import RowInputs
-from rose.speculation.drafting import DraftLM, Draws, Tokens, one_token_rows, use_device_head
+from rose.speculation.drafting import DraftLM, Draws, use_device_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
+from rose.speculation.passes import Passes, Tokens, open_passes
 from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, ProposerSource, Target
 
 
@@ -36,13 +37,13 @@ class DraftModel:
         self._kept = KeptBlocks(parts.residents.slots)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        limits = self._kept.limits(rows)
-        if limits is None:
+        passes = self._kept.open(rows, rows.length + 1)
+        if passes is None:
             return no_drafts(rows)
-        draws, ids = _loop(self._model, self._parts, self._parts.caches, rows, sampled=self._sampled)
-        tokens = one_token_rows(self._parts.residents.slots, rows, ids, rows.length)
-        self._fill(tokens)
-        return draws.drafts(limits)
+        parts = self._parts
+        draws, ids = _loop(self._model, parts, parts.caches, rows, passes, sampled=self._sampled)
+        self._fill(passes.tokens(ids, rows.length))
+        return draws.drafts()
 
     def accepted(self, step: Closing) -> None:
         has_drafts = step.tokens.shape[1] > 1  # they have been filled as they were made
@@ -65,8 +66,10 @@ class FirstLayersDraft:
         self._model, self._parts, self._sampled = model, parts, sampled
 
     def propose(self, rows: DraftRows) -> Drafts:
-        draws, _ = _loop(self._model, self._parts, self._parts.target_caches, rows, sampled=self._sampled)
-        return draws.drafts(rows.limits)
+        parts = self._parts
+        passes = open_passes(parts.residents.slots, rows, rows.length, None)
+        draws, _ = _loop(self._model, parts, parts.target_caches, rows, passes, sampled=self._sampled)
+        return draws.drafts()
 
     def accepted(self, step: Closing) -> None:
         """The target's entries are what this one needs."""
@@ -159,14 +162,19 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 
 
 def _loop(
-    model: DraftLM, parts: ProposerParts, caches: Sequence[PagedKV], rows: DraftRows, *, sampled: bool
+    model: DraftLM,
+    parts: ProposerParts,
+    caches: Sequence[PagedKV],
+    rows: DraftRows,
+    passes: Passes,
+    *,
+    sampled: bool,
 ) -> tuple[Draws, Tensor]:
     """`rows.length` passes, each for one draft; the last draft, int32 [R], has no entry yet."""
-    slots = parts.residents.slots
-    draws = Draws(parts.residents, rows, sampled=sampled)
-    ids = slots.ids[rows.slots, (slots.num_tokens[rows.slots] - 1).clamp(min=0)]
+    draws = Draws(parts.residents, rows, passes, sampled=sampled)
+    ids = passes.found.last_ids
     for place in range(rows.length):
-        tokens = one_token_rows(slots, rows, ids, place)
+        tokens = passes.tokens(ids, place)
         hidden = model(tokens, parts.attention.paged(tokens.paged, caches))
         ids = draws.add(model.logits(hidden))
     return draws, ids

@@ -1,32 +1,23 @@
-"""What proposers with keys and values of their own share: passes of one token a row, and drawing what follows.
+"""What proposers with models share: drawing drafts by what a model says, and layers as the device is fast with them.
 
-Their caches hold entries at the positions that the target has computed, no further: a block for the newest token is
-reserved by the plan that computes it. Knows no weights.
+Knows no weights and no cache.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rose.attention.interface import Attend
-from rose.attention.paged import PagedRows
 from rose.layers.packed_linear import pack_linears
 from rose.layers.transposed_linear import transpose_linears
 from rose.residents import Residents
 from rose.sampling.distribution import draw
 from rose.sampling.params import SEED_HIGH, SEED_LOW
 from rose.sampling.philox import STREAM_DRAFT, uniform_bits
-from rose.slots import RowInputs, Slots
+from rose.slots import RowInputs
+from rose.speculation.passes import Passes, RowPlaces, Tokens
 from rose.speculation.protocol import DraftRows, Drafts
-
-
-class Tokens(NamedTuple):
-    """What a model (int32 [T] each) and its attention read of T tokens."""
-
-    input_ids: Tensor
-    positions: Tensor
-    paged: PagedRows
 
 
 class DraftLM(Protocol):
@@ -37,23 +28,6 @@ class DraftLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def one_token_rows(slots: Slots, rows: DraftRows, ids: Tensor, ahead: int) -> Tokens:
-    """Token ids int32 [R] of as many rows, `ahead` positions behind their last known token (0: that one)."""
-    last = slots.ids.shape[1] - 1
-    places = (slots.num_tokens[rows.slots] - 1 + ahead).clamp_(0, last)
-    table = slots.block_table[rows.slots]
-    block = table.gather(1, (places // slots.block_size).long()[:, None])[:, 0]
-    paged = PagedRows(
-        cu_seqlens_q=torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device),
-        kv_lengths=places + 1,
-        block_table=table,
-        slot_mapping=block * slots.block_size + places % slots.block_size,
-        max_q_len=1,
-        max_kv_len=min(rows.max_length + ahead, last + 1),
-    )
-    return Tokens(ids, places.clamp(max=slots.max_model_len - 1), paged)
-
-
 class Draws:
     """Drafts of R rows, one place after another.
 
@@ -61,12 +35,10 @@ class Draws:
     `sampled`: rows with a temperature draw theirs (random numbers of stream STREAM_DRAFT); else all take the likeliest.
     """
 
-    def __init__(self, residents: Residents, rows: DraftRows, *, sampled: bool) -> None:
-        slots = residents.slots
+    def __init__(self, residents: Residents, rows: DraftRows, passes: Passes, *, sampled: bool) -> None:
         self._sampler = residents.sampler
         self._slots = rows.slots
-        self._positions = slots.num_tokens[rows.slots]  # of the next one
-        self._num_output = self._positions - slots.num_prompt[rows.slots]
+        self._found: RowPlaces = passes.found
         self._sampled = sampled and rows.needs.random
         self._needs = rows.needs._replace(logprobs=False)
         if not self._sampled:
@@ -78,7 +50,7 @@ class Draws:
         """The next draft of every row, int32 [R], by logits float32 [R, V], which may be overwritten."""
         place = len(self._tokens)
         before = torch.stack(self._tokens, 1) if place and self._needs.penalties else None
-        positions, num_output = self._positions + place, self._num_output + place
+        positions, num_output = self._found.next_positions[place], self._found.num_output[place]
         if self._sampled:
             tokens = self._draw(logits, positions, num_output, before)
         else:
@@ -88,10 +60,10 @@ class Draws:
         self._tokens.append(tokens)
         return tokens
 
-    def drafts(self, counts: Tensor) -> Drafts:
-        """All of them; counts int32 [R] as in Drafts."""
-        probabilities = torch.stack(self._probabilities, 1) if self._sampled else None
-        return Drafts(torch.stack(self._tokens, 1), counts, probabilities)
+    def drafts(self) -> Drafts:
+        """All of them."""
+        probabilities = _side_by_side(self._probabilities) if self._sampled else None
+        return Drafts(_side_by_side(self._tokens), self._found.limits, probabilities)
 
     def _draw(self, logits: Tensor, positions: Tensor, num_output: Tensor, before: Tensor | None) -> Tensor:
         sampler = self._sampler
@@ -101,6 +73,11 @@ class Draws:
         total = weights.sum(1)
         self._probabilities.append((weights.double() / total[:, None]).float())
         return draw(weights, high, low, torch.zeros_like(total)).int()
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """[R, ...] each -> [R, k, ...]."""
+    return parts[0][:, None] if len(parts) == 1 else torch.stack(parts, 1)
 
 
 def use_device_layers(model: nn.Module, device: torch.device) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rose.slots import Slots
+from rose.speculation import kernels
+from rose.speculation.passes import Passes, covered, open_passes
 from rose.speculation.protocol import Closing, DraftRows
 
 
@@ -19,32 +21,58 @@ class KeptBlocks:
         self._slots = slots
         self._whole = torch.zeros(slots.dummy_block + 1, dtype=torch.bool, device=slots.ids.device)
 
-    def limits(self, rows: DraftRows) -> Tensor | None:
-        """How many drafts each row may have, int32 [R]: none where there is a gap before its last token. None where
-        every row has one, and nothing need be computed; never so on a GPU, which is not waited for."""
-        covered = self.cover(rows.slots, self._slots.num_tokens[rows.slots] - 1)
-        return None if covered.is_cpu and not covered.any() else torch.where(covered, rows.limits, 0)
+    def open(self, rows: DraftRows, num_passes: int) -> Passes | None:
+        """A loop of drafts, whose rows have none where there is a gap before their last token. None where every row has
+        one, and nothing need be computed; never so on a GPU, which is not waited for."""
+        slots = self._slots
+        if not kernels.has_kernels(rows.slots):
+            known = slots.num_tokens[rows.slots]
+            if not covered(slots, self._whole, rows.slots, known - 1).any():
+                return None
+        return open_passes(slots, rows, num_passes, self._whole)
 
     def serves(self, step: Closing) -> bool:
         """Whether what a proposer computes of the step's tokens can be of use: some row has no gap before them. On a
         GPU, as above, always."""
-        covered = self._covers_before(step)
-        return not covered.is_cpu or bool(covered.any())
-
-    def cover(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """bool [R]: whether the first `lengths` (int32 [R]) positions of slots `rows` (int32 [R]) have no gap."""
-        table = self._slots.block_table[rows]
-        begins = torch.arange(table.shape[1], device=rows.device) * self._slots.block_size
-        return (self._whole[table] | (begins >= lengths[:, None])).all(1)
+        return kernels.has_kernels(step.tokens) or bool(self._covers_before(step).any())
 
     def close(self, step: Closing, *, filled: bool) -> None:
         """The step's tokens have entries (`filled`), or not."""
-        blocks = step.inputs.paged.slot_mapping // self._slots.block_size
-        if not filled:
-            self._whole[blocks] = False
+        if kernels.has_kernels(step.tokens):
+            self._close(step, filled=filled)
             return
-        self._whole[blocks] = self._covers_before(step)[step.inputs.spans.rows]
+        blocks = step.inputs.paged.slot_mapping // self._slots.block_size
+        self._whole[blocks] = self._covers_before(step)[step.inputs.spans.rows] if filled else False
+
+    def close_with(self, step: Closing, recycled: Tensor, hidden: Tensor) -> None:
+        """The same, filled; and hidden[slot] ([S + 1, H]) of each row becomes what `recycled` ([T, H]) has at the last
+        of its tokens that counts: the last of a prompt's chunk, or the last accepted."""
+        if kernels.has_kernels(step.tokens):
+            self._close(step, filled=True, states=(recycled, hidden))
+            return
+        last = step.inputs.paged.cu_seqlens_q[:-1] + num_kept(step) - 1
+        hidden[step.inputs.slots] = recycled[last]
+        self.close(step, filled=True)
+
+    def _close(self, step: Closing, *, filled: bool, states: tuple[Tensor, Tensor] | None = None) -> None:
+        from rose.kernels.draft_rows import close_rows
+
+        paged = step.inputs.paged
+        close_rows(
+            self._slots,
+            self._whole,
+            step.inputs.slots,
+            (paged.cu_seqlens_q, paged.kv_lengths, paged.slot_mapping),
+            filled=filled,
+            kept=(step.num_given, step.num_new),
+            states=states,
+        )
 
     def _covers_before(self, step: Closing) -> Tensor:
         paged = step.inputs.paged
-        return self.cover(step.inputs.slots, paged.kv_lengths - paged.cu_seqlens_q.diff())
+        return covered(self._slots, self._whole, step.inputs.slots, paged.kv_lengths - paged.cu_seqlens_q.diff())
+
+
+def num_kept(step: Closing) -> Tensor:
+    """int32 [R]: of each row's tokens in the step those that count."""
+    return torch.where(step.num_given > 0, step.num_given, step.num_new)

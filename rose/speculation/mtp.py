@@ -19,10 +19,12 @@ from rose.distributed.shard import local_heads
 from rose.kv_cache import KVShape
 from rose.models.config import ModelError
 from rose.models.llama import LlamaForCausalLM
-from rose.speculation.drafting import Draws, Tokens, one_token_rows, use_device_layers
+from rose.speculation import kernels
+from rose.speculation.drafting import Draws, use_device_layers
 from rose.speculation.heads import DraftHead, load_head
-from rose.speculation.kept_blocks import KeptBlocks
+from rose.speculation.kept_blocks import KeptBlocks, num_kept
 from rose.speculation.no_drafts import no_drafts
+from rose.speculation.passes import Tokens
 from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, ProposerSource, Target, next_ids
 
 
@@ -40,39 +42,56 @@ class Mtp:
         self._hidden = weight.new_zeros(len(slots.num_tokens), len(weight))  # [S + 1, H]: whose logits come next
 
     def propose(self, rows: DraftRows) -> Drafts:
-        limits = self._kept.limits(rows)
-        if limits is None:
+        passes = self._kept.open(rows, rows.length)
+        if passes is None:
             return no_drafts(rows)
-        slots = self._parts.residents.slots
-        draws = Draws(self._parts.residents, rows, sampled=self._sampled)
-        hidden = self._hidden[rows.slots]
+        draws = Draws(self._parts.residents, rows, passes, sampled=self._sampled)
+        hidden = _take(self._hidden, rows.slots)
         for place in range(rows.length):
             ids = draws.add(self._target.logits(hidden))
             if place + 1 < rows.length:
-                hidden = self._run(one_token_rows(slots, rows, ids, place), hidden)
-        return draws.drafts(limits)
+                hidden = self._run(passes.tokens(ids, place), hidden)
+        return draws.drafts()
 
     def accepted(self, step: Closing) -> None:
-        if (step.keep_draft or step.tokens.shape[1] > 1) and self._kept.serves(step):
-            self.prefill(step)
-        else:
+        if (not step.keep_draft and step.tokens.shape[1] == 1) or not self._kept.serves(step):
             self._kept.close(step, filled=False)
+        elif len(step.inputs.input_ids) == step.tokens.numel():  # every row has as many: what follows is `tokens`
+            self._close(step, step.tokens.flatten())
+        else:
+            self.prefill(step)
 
     def prefill(self, step: Closing) -> None:
-        kept = torch.where(step.num_given > 0, step.num_given, step.num_new)  # tokens of each row
-        tokens, hidden = Tokens(next_ids(step), step.inputs.positions, step.inputs.paged), step.hidden
+        self._close(step, next_ids(step))
+
+    def _close(self, step: Closing, following: Tensor) -> None:
+        """following int32 [T]: the id after each of the step's tokens, any behind one that does not count."""
+        inputs, hidden = step.inputs, step.hidden
+        tokens = Tokens(following, inputs.positions, inputs.paged)
         if self._only_accepted:
-            entries = (step.inputs.spans.offsets < kept[step.inputs.spans.rows]).nonzero()[:, 0]
+            kept = num_kept(step)
+            entries = (inputs.spans.offsets < kept[inputs.spans.rows]).nonzero()[:, 0]
             tokens, hidden = _of_entries(tokens, entries, kept), hidden[entries]
-        recycled = self._run(tokens, hidden)
-        self._hidden[step.inputs.slots] = recycled[tokens.paged.cu_seqlens_q[:-1] + kept - 1]
-        self._kept.close(step, filled=True)
+            recycled = self._run(tokens, hidden)
+            self._hidden[inputs.slots] = recycled[tokens.paged.cu_seqlens_q[1:] - 1]
+            self._kept.close(step, filled=True)
+        else:
+            self._kept.close_with(step, self._run(tokens, hidden), self._hidden)
 
     def _run(self, tokens: Tokens, hidden: Tensor) -> Tensor:
         """hidden [T, H] of each token, `tokens.input_ids` what follows it -> the head's own, [T, H]."""
         embedding = self._target.model.embed_tokens(tokens.input_ids)
         attend = self._parts.attention.paged(tokens.paged, self._parts.caches)
         return self._head(embedding, hidden, tokens.positions, attend)
+
+
+def _take(states: Tensor, slots: Tensor) -> Tensor:
+    """states [S + 1, H], slots int32 [R] -> [R, H]."""
+    if not kernels.has_kernels(slots):
+        return states[slots]
+    from rose.kernels.draft_rows import take_rows
+
+    return take_rows(states, slots)
 
 
 def _of_entries(tokens: Tokens, entries: Tensor, counts: Tensor) -> Tokens:
@@ -107,6 +126,11 @@ def load_mtp(config: SpeculationConfig, target: Target) -> ProposerSource:
     """Raises ModelError: see LoadProposer."""
     if config.model is None:
         raise ModelError("speculation.proposer mtp needs speculation.model, the directory of a head for this model")
+    if config.head_tokens == "accepted" and target.device.type == "cuda":
+        raise ModelError(
+            'speculation.head_tokens = "accepted" waits for the device in every step, which a GPU does not: '
+            'set it to "auto" or "all"'
+        )
     head, shape = load_head(Path(config.model), target)
     use_device_layers(head, target.device)
     local = local_heads(shape, target.group.size)

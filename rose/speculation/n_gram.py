@@ -8,6 +8,7 @@ import torch
 from rose.config import SpeculationConfig
 from rose.kv_cache import KVShape
 from rose.slots import Slots
+from rose.speculation import kernels
 from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, Target
 
 MAX_TOKENS, MIN_TOKENS = 4, 2  # of a suffix that is looked for: the longest that is found counts
@@ -22,6 +23,8 @@ class NGram:
 
     def propose(self, rows: DraftRows) -> Drafts:
         slots, k = self._slots, rows.length
+        if kernels.has_kernels(rows.slots):
+            return self._look_up(rows)
         length = slots.num_tokens[rows.slots].long()[:, None]
         ids = slots.ids[rows.slots, : rows.max_length]
         places = torch.arange(ids.shape[1], device=ids.device)
@@ -40,6 +43,15 @@ class NGram:
         following = place[:, None] + 1 + torch.arange(k, device=ids.device) % period[:, None]
         tokens = ids.gather(1, following.clamp(max=ids.shape[1] - 1))
         return Drafts(tokens, torch.where(found, rows.limits, 0))
+
+    def _look_up(self, rows: DraftRows) -> Drafts:
+        """The same by kernels; the tokens of a row without drafts are zeros."""
+        from rose.kernels.n_gram import look_up
+
+        slots, sizes = self._slots, (MAX_TOKENS, MIN_TOKENS)
+        return Drafts(
+            *look_up(rows.slots, rows.limits, slots.ids, slots.num_tokens, rows.length, rows.max_length, sizes)
+        )
 
     def accepted(self, step: Closing) -> None:
         """The ids are the slots'."""

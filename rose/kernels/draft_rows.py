@@ -1,0 +1,174 @@
+"""What proposers know of rows before and after their passes: rose/speculation/{passes,kept_blocks}.py, a launch each.
+
+A program a row; static shapes, nothing waits for the device.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rose.kernels.launch import next_power_of_2, pdl
+from rose.slots import Slots
+
+_BLOCKS = 1024  # entries of a block table looked at at a time
+_TOKENS = 128  # of a row, whose blocks are marked at a time
+_SIZE = 4096  # values of a hidden state copied at a time
+
+
+@triton.jit
+def _covered(
+    whole_ptr, table_ptr, length, covered, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """`covered`, or 0 where a block of the first `length` positions has a gap; table_ptr is the row's."""
+    num_blocks = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for begin in range(0, num_blocks, BLOCKS):
+        index = begin + tl.arange(0, BLOCKS)
+        block = tl.load(table_ptr + index, mask=index < num_blocks, other=0)
+        whole = tl.load(whole_ptr + block, mask=index < num_blocks, other=1)
+        covered = tl.minimum(covered, tl.min(whole.to(tl.int32), axis=0))
+    return covered
+
+
+@triton.jit
+def _places_kernel(
+    slots_ptr, limits_ptr, ids_ptr, num_tokens_ptr, num_prompt_ptr, table_ptr, whole_ptr, places_ptr, per_row_ptr,
+    row_table_ptr, cu_seqlens_ptr, num_rows, num_passes, ids_stride, table_stride, num_blocks, max_model_len,
+    WHOLE: tl.constexpr, PASSES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """places int32 [5, P, R], per_row int32 [2, R]: the fields of RowPlaces in their order."""
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    table_ptr += slot * table_stride
+    ids_ptr += slot * ids_stride
+    known = tl.load(num_tokens_ptr + slot)
+    ahead = tl.arange(0, PASSES)
+    place = tl.minimum(tl.maximum(known - 1 + ahead, 0), ids_stride - 1)
+    block = tl.load(table_ptr + place // BLOCK_SIZE)
+    field, inside = num_passes * num_rows, ahead < num_passes
+    at = places_ptr + ahead * num_rows + row
+    tl.store(at, tl.minimum(place, max_model_len - 1), mask=inside)
+    tl.store(at + field, place + 1, mask=inside)
+    tl.store(at + 2 * field, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=inside)
+    tl.store(at + 3 * field, known + ahead, mask=inside)
+    tl.store(at + 4 * field, known - tl.load(num_prompt_ptr + slot) + ahead, mask=inside)
+    last = tl.minimum(tl.maximum(known - 1, 0), ids_stride - 1)
+    tl.store(per_row_ptr + row, tl.load(ids_ptr + last))
+    limit = tl.load(limits_ptr + row)
+    if WHOLE:
+        limit = tl.where(_covered(whole_ptr, table_ptr, known - 1, known * 0 + 1, BLOCK_SIZE, BLOCKS) != 0, limit, 0)
+    tl.store(per_row_ptr + num_rows + row, limit)
+    tl.store(cu_seqlens_ptr + row + 1, row + 1)
+    if row == 0:
+        tl.store(cu_seqlens_ptr, 0)
+    for begin in range(0, num_blocks, BLOCKS):
+        index = begin + tl.arange(0, BLOCKS)
+        entry = tl.load(table_ptr + index, mask=index < num_blocks, other=0)
+        tl.store(row_table_ptr + row.to(tl.int64) * num_blocks + index, entry, mask=index < num_blocks)
+
+
+def row_places(slots: Slots, rows: Tensor, limits: Tensor, num_passes: int, whole: Tensor | None) -> tuple[Tensor, ...]:
+    """The fields of rose.speculation.passes.RowPlaces: rows, limits int32 [R]; whole bool [num_blocks + 1]."""
+    assert rows.is_contiguous(), "read as dense"
+    assert limits.is_contiguous(), "read as dense"
+    num_rows, num_blocks = len(rows), slots.block_table.shape[1]
+    places, per_row = rows.new_empty(5, num_passes, num_rows), rows.new_empty(2, num_rows)
+    table, cu_seqlens = rows.new_empty(num_rows, num_blocks), rows.new_empty(num_rows + 1)
+    _places_kernel[(num_rows,)](
+        rows, limits, slots.ids, slots.num_tokens, slots.num_prompt, slots.block_table,
+        None if whole is None else whole.view(torch.uint8), places, per_row, table, cu_seqlens,
+        num_rows, num_passes, slots.ids.stride(0), slots.block_table.stride(0), num_blocks, slots.max_model_len,
+        WHOLE=whole is not None, PASSES=next_power_of_2(num_passes), BLOCK_SIZE=slots.block_size,
+        BLOCKS=min(_BLOCKS, next_power_of_2(num_blocks)), **pdl(rows),
+    )  # fmt: skip
+    return (*places, *per_row, table, cu_seqlens)
+
+
+@triton.jit
+def _close_kernel(
+    slots_ptr, cu_seqlens_ptr, kv_lengths_ptr, mapping_ptr, table_ptr, whole_ptr, given_ptr, new_ptr, recycled_ptr,
+    hidden_ptr, table_stride, num_tokens, hidden_size,
+    FILLED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start, end = tl.load(cu_seqlens_ptr + row), tl.load(cu_seqlens_ptr + row + 1)
+    value = start * 0
+    if FILLED:
+        before = tl.load(kv_lengths_ptr + row) - (end - start)
+        value = _covered(whole_ptr, table_ptr + slot * table_stride, before, value + 1, BLOCK_SIZE, BLOCKS)
+    for begin in range(start, end, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        block = tl.load(mapping_ptr + token, mask=token < end, other=0) // BLOCK_SIZE
+        tl.store(whole_ptr + block, tl.zeros((TOKENS,), tl.uint8) + value.to(tl.uint8), mask=token < end)
+    if HIDDEN:
+        given = tl.load(given_ptr + row)
+        kept = tl.where(given > 0, given, tl.load(new_ptr + row))
+        source = tl.minimum(start + tl.maximum(kept, 1), num_tokens).to(tl.int64) - 1
+        for begin in range(0, hidden_size, SIZE):
+            column = begin + tl.arange(0, SIZE)
+            inside = column < hidden_size
+            state = tl.load(recycled_ptr + source * hidden_size + column, mask=inside)
+            tl.store(hidden_ptr + slot * hidden_size + column, state, mask=inside)
+
+
+def close_rows(
+    slots: Slots,
+    whole: Tensor,
+    rows: Tensor,
+    paged: tuple[Tensor, Tensor, Tensor],
+    *,
+    filled: bool,
+    kept: tuple[Tensor, Tensor] | None = None,
+    states: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Marks the blocks of a step's tokens in `whole` (bool [num_blocks + 1], see rose.speculation.kept_blocks), and
+    copies what a head made of each row's last token that counts to the row's slot.
+
+    rows int32 [R]; paged: cu_seqlens_q [R + 1], kv_lengths [R], slot_mapping [T] of the step, int32. With `states`
+    (recycled [T, H] and hidden [S + 1, H], contiguous) `kept` are num_given and num_new, int32 [R].
+    """
+    cu_seqlens, kv_lengths, slot_mapping = paged
+    assert all(each.is_contiguous() for each in (rows, *paged, *(kept or ()), *(states or ()))), "read as dense"
+    recycled, hidden = states or (None, None)
+    given, new = kept or (None, None)
+    size = 1 if hidden is None else hidden.shape[1]
+    _close_kernel[(len(rows),)](
+        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole.view(torch.uint8), given, new, recycled,
+        hidden, slots.block_table.stride(0), len(slot_mapping), size,
+        FILLED=filled, HIDDEN=states is not None, BLOCK_SIZE=slots.block_size,
+        BLOCKS=min(_BLOCKS, next_power_of_2(slots.block_table.shape[1])), TOKENS=_TOKENS,
+        SIZE=min(_SIZE, next_power_of_2(size)), **pdl(rows),
+    )  # fmt: skip
+
+
+@triton.jit
+def _take_kernel(
+    rows_ptr, source_ptr, target_ptr, size, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = tl.load(rows_ptr + row).to(tl.int64)
+    value = tl.load(source_ptr + source * size + column, mask=column < size)
+    tl.store(target_ptr + row * size + column, value, mask=column < size)
+
+
+def take_rows(source: Tensor, rows: Tensor) -> Tensor:
+    """source [N, H], contiguous, at rows int32 [R] -> [R, H]."""
+    assert source.is_contiguous(), "read as dense"
+    size = source.shape[1]
+    block = min(_SIZE, next_power_of_2(size))
+    target = source.new_empty(len(rows), size)
+    _take_kernel[(len(rows), triton.cdiv(size, block))](rows, source, target, size, SIZE=block, **pdl(source))
+    return target
