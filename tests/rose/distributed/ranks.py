@@ -22,11 +22,11 @@ from ipc.types import ModelFacts
 from rose import decoder_loader, encoder_loader
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder
+from rose.cuda_decoder_load import load_cuda_decoder
 from rose.cuda_stream import CudaStream
 from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import Group, form_group
 from rose.distributed.shard import local_heads
-from rose.kv_cache import KVShape, allocate
 from rose.model_runner import Loaded
 from rose.models.load import load_model
 from rose.runners import make_runner
@@ -195,10 +195,11 @@ class _Rank:
         return self._runner.load(self._join(rendezvous))
 
     def load_static(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
-        facts = self.load(rendezvous, model, config)
+        self.load(rendezvous, model, config)
         self._runner.close()
         decoder = static_decoder(self._runner.loader, model, config)
         self._runner.use(Loaded(decoder, decoder.generate))
+        facts: ModelFacts = self._runner.loader.facts
         return facts
 
     def attach(self, path: str, layout: Any) -> None:
@@ -276,12 +277,11 @@ def static_decoder(loader: DecoderLoader, directory: Path, config: RankConfig) -
     """The GPU's way, in the loader's group, over weights of its own."""
     device, group = torch.device("cpu"), loader.group
     model = load_model(directory, loader._model_config, loader._task, device, torch.float32, group)
-    heads = local_heads(loader._model_config, group.size)
-    caches = allocate(KVShape.of(heads, torch.float32), loader.facts.num_blocks, device)
-    return CudaDecoder(
-        model, caches, heads, loader.facts, config, device=device, tokenizer=directory / "tokenizer.json",
-        stream=HostStream(), shapes=directory / "shapes.json", group=group,
+    decoder, loader.facts = load_cuda_decoder(
+        model, local_heads(loader._model_config, group.size), loader.facts, config, device=device, dtype=torch.float32,
+        tokenizer=directory / "tokenizer.json", shapes=directory / "shapes.json", group=group, stream=HostStream(),
     )  # fmt: skip
+    return decoder
 
 
 _NO_FACTS = ModelFacts("none", "none", "embed", 1, 1, 1, 1, 1)

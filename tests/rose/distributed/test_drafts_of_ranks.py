@@ -4,7 +4,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
 from rose.speculation.heads_random import write_random_head
 from tests.rose.distributed.ranks import Ranks
@@ -55,4 +57,29 @@ def test_tokens_are_those_without_and_drafts_those_of_one_rank(
     assert leader
     if kind != "another model":  # which the leader alone has
         assert other == leader  # a rank that drafts another token would spoil those behind it on every rank
+    runner.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("kind", [pytest.param("another model", marks=pytest.mark.long), "mtp"])
+def test_the_gpus_way(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Steps with drafts are captured whole: proposal, forward pass, acceptance, and what the leader says of both."""
+    target = write_llama(tmp_path / "target", tokenizer=True, num_hidden_layers=1)
+    jobs = [([5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=9)), ([9], SamplingParams(seed=2, max_tokens=7))]
+    one = make_runner(target, blocks=MANY_BLOCKS)
+    expected = Replica(one).run(jobs, random.Random(1), arrival=1.0)
+    one.close()
+    speculation = configure(kind, target, tmp_path / "draft")
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "max_graph_tokens": 0}
+    runner = ranks.load(
+        target, static=True, speculation=speculation, capture="lazy", dtype="float32",
+        kv_cache_bytes=MANY_BLOCKS * BLOCK_BYTES, **sizes,
+    )  # fmt: skip
+    replica = Replica(runner, runner.slots)  # type: ignore[arg-type]
+    found = replica.run(jobs, random.Random(1), arrival=1.0)
+    assert found[0].tokens == expected[0].tokens
+    assert len(found[1].tokens) == len(expected[1].tokens)  # drawn: of the same distribution, not the same
+    assert replica.figures.num_drafts > 0
+    for figures in ranks.call("figures"):
+        assert figures["graph_replays_total"] > 0
     runner.close()
