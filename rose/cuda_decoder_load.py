@@ -8,19 +8,18 @@ from msgspec.structs import replace
 from torch import nn
 
 from ipc.types import ModelFacts
-from rose.attention.paged import PagedBackend, PagedKV, PagedRows
 from rose.config import RankConfig
-from rose.cuda_decoder import CudaDecoder, paged_backends
+from rose.cuda_decoder import CudaDecoder
 from rose.cuda_stream import StepStream
 from rose.decoder import LanguageModel
 from rose.distributed.group import ALONE, Group, smallest
 from rose.graph_memory import SLACK, CudaGraphMemory
-from rose.kv_cache import BLOCK_SIZE, KVShape, allocate, cuda_budget_bytes, num_blocks_for
+from rose.kv_cache import KVShape, allocate, cuda_budget_bytes, num_blocks_for
+from rose.largest_steps import Trial, run_largest_prompts, run_largest_verify
 from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelConfig, ModelError
 from rose.speculation.protocol import ProposerSource, Target
 from rose.speculation.registry import load_proposer
-from rose.static_decoder import DecodeBatch
 
 GRAPH_BYTES = 1 << 30  # left for captured graphs, whose memory is their own
 
@@ -49,13 +48,11 @@ def load_cuda_decoder(
     shape = KVShape.of(model_config, dtype)
     budget, memory = config.kv_cache_bytes, None
     if budget is None:
-        attention = paged_backends(model_config, dtype, device, config)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run_largest_step(cast(LanguageModel, model), facts, shape, attention, device)
-        step_bytes = torch.cuda.max_memory_allocated(device) - before
+        language_model = cast(LanguageModel, model)
+        trial = Trial(language_model, source, shape, facts, device, tokenizer, group)
+        step_bytes, verify_bytes = measure_steps(trial)
         memory = CudaGraphMemory(step_bytes)
-        left = GRAPH_BYTES + int((SLACK - 1) * step_bytes)
+        left = GRAPH_BYTES + verify_bytes + int((SLACK - 1) * step_bytes)
         budget = max(0, cuda_budget_bytes(config.memory_fraction, device) - left)
     limits = {"max_num_seqs": facts.max_num_seqs, "max_model_len": facts.max_model_len}
     num_blocks = num_blocks_for(shape, budget, beside=source.kv_shape, **limits)
@@ -101,31 +98,12 @@ def load_source(
     return load_proposer(replace(config.speculation, head_tokens="all"), target)  # a GPU's way, without one
 
 
-@torch.inference_mode()
-def run_largest_step(
-    model: LanguageModel, facts: ModelFacts, shape: KVShape, attention: PagedBackend, device: torch.device
-) -> None:
-    """A prefill of as many tokens as a step may have, and the logits of as many rows; all over one block of cache."""
-
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    num_tokens = facts.max_num_batched_tokens
-    longest = min(num_tokens, facts.max_model_len)
-    num_rows = -(-num_tokens // longest)
-    offsets = (torch.arange(num_rows + 1, dtype=torch.int32, device=device) * longest).clamp_(max=num_tokens)
-    rows = PagedRows(
-        cu_seqlens_q=offsets,
-        kv_lengths=offsets.diff(),
-        block_table=zeros(num_rows, -(-longest // BLOCK_SIZE)),
-        slot_mapping=zeros(num_tokens),
-        max_q_len=longest,
-        max_kv_len=longest,
-    )
-    size = (1, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    cache = PagedKV(*(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)))
-    attend = attention.paged(rows, [cache] * shape.num_layers)
-    hidden = cast(nn.Module, model)(DecodeBatch(zeros(num_tokens), zeros(num_tokens)), attend)
-    logits = model.logits(hidden[: facts.max_num_seqs])
-    del hidden
-    logits.clone()  # sampling's, where log probabilities need the logits as they were
+def measure_steps(trial: Trial) -> tuple[int, int]:
+    """Bytes that the largest step takes, and that one with drafts does: a graph of it keeps as many."""
+    before, verify_bytes = torch.cuda.memory_allocated(trial.device), 0
+    torch.cuda.reset_peak_memory_stats(trial.device)
+    if trial.facts.max_draft_tokens:
+        run_largest_verify(trial)
+        verify_bytes = torch.cuda.max_memory_allocated(trial.device) - before
+    run_largest_prompts(trial)
+    return torch.cuda.max_memory_allocated(trial.device) - before, verify_bytes

@@ -35,7 +35,8 @@ class _StaticBackend(Protocol):
 
 
 class PagedBackends:
-    """`override` names the one to use, or is auto; `num_plans` is how many steps' plans may be pending.
+    """`override` names the one to use, or is auto; `num_plans` is how many steps' plans may be pending. Rows of several
+    queries are triton's in any case.
 
     Raises ValueError for an override that cannot run here.
     """
@@ -68,6 +69,8 @@ class PagedBackends:
         return self._made[name].static(rows, caches, self._shape)
 
     def _choose(self, num_rows: int, q: int) -> str:
+        if q > 1:  # FlashInfer's decode, planned from bounds above the lengths, is wrong there
+            return "triton"
         return self._override or choose(self._shape, num_rows, q, available=self._available)
 
 

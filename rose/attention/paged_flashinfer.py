@@ -1,8 +1,9 @@
-"""FlashInfer's tensor-core decode over a paged cache, for graphs of decode and verify rows.
+"""FlashInfer's tensor-core decode over a paged cache, for graphs of decode rows.
 
 It is planned on the host before each replay, from upper bounds of the lengths; what it reads of them while it runs, the
 list of blocks too, is written by a kernel of the graph from the real ones, which it clamps to. (Its CUDA-core decode
-does not: a part planned past a row's end underflows there.) A plan is written to page-locked memory and copied from
+does not: a part planned past a row's end underflows there. Nor does this one for rows of several queries, which end at
+other keys: these are refused.) A plan is written to page-locked memory and copied from
 there by the stream, so each plan in flight has page-locked memory of its own.
 """
 
@@ -32,6 +33,9 @@ class FlashInferPagedBackend:
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def static(self, rows: PagedRows, caches: Sequence[PagedKV], shape: AttentionShape) -> "FlashInferPaged":
+        """Raises ValueError for rows of several queries."""
+        if rows.max_q_len != 1:
+            raise ValueError(f"rows of {rows.max_q_len} queries: planned from bounds fa2 is wrong there")
         num_rows, max_blocks = rows.block_table.shape
         buffers = [
             torch.zeros(n, dtype=torch.int32, device=self._device)
@@ -45,7 +49,7 @@ class FlashInferPagedBackend:
 
 
 class FlashInferPaged:
-    """Plans and calls of one graph; its rows have `rows.max_q_len` queries each. Its n-th call is layer n's."""
+    """Plans and calls of one graph. Its n-th call is layer n's."""
 
     def __init__(
         self,
@@ -65,7 +69,6 @@ class FlashInferPaged:
         self._pinned = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(num_plans - 1))]
         self._events = [torch.cuda.Event() for _ in range(num_plans)]
         self._turn = self._layer = 0
-        self._more = {} if rows.max_q_len == 1 else {"q_len_per_req": rows.max_q_len}
 
     def prepare(self, cu_seqlens_host: list[int]) -> None:
         """Offsets [R + 1] of the keys that each row has at most."""
@@ -73,15 +76,15 @@ class FlashInferPaged:
         turn = self._turn = (self._turn + 1) % len(self._pinned)
         self._events[turn].synchronize()  # long done: as many plans ago as there are buffers
         self._wrapper._pin_memory_int_workspace_buffer = self._pinned[turn]
-        least, most = self._rows.max_q_len, self._rows.max_kv_len
-        lengths = [max(least, min(end - begin, most)) for begin, end in pairwise(cu_seqlens_host)]
+        most = self._rows.max_kv_len
+        lengths = [max(1, min(end - begin, most)) for begin, end in pairwise(cu_seqlens_host)]
         num_blocks = torch.tensor([0, *(-(-length // self._block_size) for length in lengths)])
         indptr = num_blocks.cumsum(0).int()
         last = [(length - 1) % self._block_size + 1 for length in lengths]
         self._wrapper.plan(
             indptr, self._any_blocks[: int(indptr[-1])], torch.tensor(last, dtype=torch.int32),
             self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, self._block_size,
-            sm_scale=self._shape.scale, q_data_type=self._dtype, **self._more,
+            sm_scale=self._shape.scale, q_data_type=self._dtype,
         )  # fmt: skip
         self._events[turn].record()
 
@@ -92,4 +95,4 @@ class FlashInferPaged:
             flat_table(rows.kv_lengths, rows.block_table, self._block_size, *self._buffers)
         self._layer = (self._layer + 1) % len(self._caches)
         kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
-        return self._wrapper.run(q.contiguous(), (cache.k, cache.v), **self._more)
+        return self._wrapper.run(q.contiguous(), (cache.k, cache.v))

@@ -33,6 +33,7 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     assert {x.stride()[1:] for x in (k, v)} == {(head_dim, 1)}, "heads must be contiguous within a token"
+    assert slot_mapping.is_contiguous(), "read as dense"
     width = num_kv_heads * head_dim
     block = next_power_of_2(width)
     _kv_append_kernel[(num_tokens,)](

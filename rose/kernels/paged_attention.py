@@ -166,6 +166,7 @@ def paged_attention(
     assert max_q_len <= MAX_SHORT, f"rows of {max_q_len} queries: use paged_prefill for rows of over {MAX_SHORT}"
     assert q.stride()[1:] == (head_dim, 1), "heads must be contiguous within a token: pass views of the projections"
     assert {k_cache.is_contiguous(), v_cache.is_contiguous(), block_table.stride(1) == 1} == {True}
+    assert {cu_seqlens_q.is_contiguous(), kv_lengths.is_contiguous()} == {True}, "read as dense"
     group = num_heads // num_kv_heads
     tile_rows = max(_MIN_TILE_ROWS, next_power_of_2(group * max_q_len))
     if splits is None:

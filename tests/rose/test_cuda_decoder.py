@@ -11,15 +11,18 @@ from msgspec.structs import replace
 from ipc.step import KIND_PREFILL, STATUS_BAD_PARAMS, STATUS_NON_FINITE
 from ipc.types import SamplingParams
 from rose.config import RankConfig, SpeculationConfig
-from rose.cuda_decoder import CudaDecoder, paged_backends
-from rose.cuda_decoder_load import load_cuda_decoder, run_largest_step
+from rose.cuda_decoder import CudaDecoder
+from rose.cuda_decoder_load import load_cuda_decoder
+from rose.distributed.group import ALONE
 from rose.kv_cache import KVShape, allocate
+from rose.largest_steps import Trial, run_largest_prompts
 from rose.model_runner import Loaded
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import read_task
 from rose.runner import OutOfMemory
 from rose.shape_list import read_shapes
+from rose.speculation.no_drafts import NoDraftsSource
 from tests.rose.decoder_driving import GREEDY, Driver, Row, Seq
 from tests.rose.host_stream import HostStream
 from tests.rose.tiny_lm import EOS_TOKEN_ID, write_llama, write_qwen3
@@ -335,12 +338,11 @@ def test_the_largest_step_runs_before_there_is_a_cache(tiny: Path) -> None:
     """Its rows are as long as a sequence may be; what it computes is nobody's."""
     config = read_config(tiny)
     model = load_model(tiny, config, read_task(tiny, config, "generate"), DEVICE, torch.float32)
-    facts = StaticDriver(tiny).facts
-    attention = paged_backends(config, torch.float32, DEVICE, RankConfig())
-    sizes = {"max_num_batched_tokens": 20, "max_model_len": 12}
-    seen = []
-    model.logits = lambda hidden: seen.append(hidden) or hidden
-    run_largest_step(model, replace(facts, **sizes), KVShape.of(config, torch.float32), attention, DEVICE)
+    facts = replace(StaticDriver(tiny).facts, max_num_batched_tokens=20, max_model_len=12)
+    seen, kept = [], model.logits
+    model.logits = lambda hidden: seen.append(hidden) or kept(hidden)
+    shape = KVShape.of(config, torch.float32)
+    run_largest_prompts(Trial(model, NoDraftsSource(), shape, facts, DEVICE, tiny / "tokenizer.json", ALONE))
     assert seen[0].shape == (facts.max_num_seqs, config.hidden_size)
     assert seen[0].isfinite().all()
 

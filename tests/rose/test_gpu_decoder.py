@@ -174,8 +174,21 @@ def test_the_runner_gives_the_cpus_tokens(tmp_path: Path, settings: dict[str, An
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("q", [1, 3])
-def test_flashinfer_planned_from_bounds(q: int) -> None:
+def test_flashinfer_refuses_rows_of_several_queries() -> None:
+    """Planned from bounds above the real lengths it is wrong for them."""
+    pytest.importorskip("flashinfer")
+    device, shape = torch.device("cuda"), AttentionShape(32, 8, 128, 128**-0.5, True)
+    cache = PagedKV(*torch.zeros(2, 9, 16, 8, 128, dtype=torch.bfloat16, device=device))
+    rows = PagedRows(
+        *(torch.zeros(size, dtype=torch.int32, device=device) for size in ((3,), (2,), (2, 4), (6,))),
+        max_q_len=3, max_kv_len=64,
+    )  # fmt: skip
+    backend = FlashInferPagedBackend(device, torch.bfloat16, num_plans=3)
+    with pytest.raises(ValueError, match="rows of 3 queries"):
+        backend.static(rows, [cache], shape)
+
+
+def test_flashinfer_planned_from_bounds() -> None:
     """One graph, other lengths at each replay, bounds above them, rows without keys: the same as our own kernel."""
     pytest.importorskip("flashinfer")
     device, shape, num_rows, max_blocks = torch.device("cuda"), AttentionShape(32, 8, 128, 128**-0.5, True), 8, 40
@@ -185,28 +198,28 @@ def test_flashinfer_planned_from_bounds(q: int) -> None:
     ]
     table = torch.randperm(num_rows * max_blocks, device=device).int().view(num_rows, max_blocks)
     lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    places = torch.full((num_rows * q,), num_rows * max_blocks * 16, dtype=torch.int32, device=device)
-    offsets = torch.arange(0, num_rows * q + 1, q, dtype=torch.int32, device=device)
-    rows = PagedRows(offsets, lengths, table, places, max_q_len=q, max_kv_len=max_blocks * 16)
-    packed = torch.randn(num_rows * q, 48, 128, device=device).bfloat16()
+    places = torch.full((num_rows,), num_rows * max_blocks * 16, dtype=torch.int32, device=device)
+    offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    rows = PagedRows(offsets, lengths, table, places, max_q_len=1, max_kv_len=max_blocks * 16)
+    packed = torch.randn(num_rows, 48, 128, device=device).bfloat16()
     parts = packed.split((32, 8, 8), dim=1)
     for mine, other in zip(*caches, strict=True):
         mine.k.copy_(other.k)
         mine.v.copy_(other.v)
     ours = TritonPagedBackend().static(rows, caches[0], shape)
     theirs = FlashInferPagedBackend(device, torch.bfloat16, num_plans=3).static(rows, caches[1], shape)
-    theirs.prepare([0] + [num_rows * q] * num_rows)
+    theirs.prepare([0] + [num_rows] * num_rows)
     theirs(*parts, shape)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = theirs(*parts, shape)
     for step, slack in enumerate((0, 5, 100, 0, 300)):
-        kv = torch.randint(q, 300, (num_rows,), generator=torch.Generator().manual_seed(step))
-        kv[-2:] = 0 if step % 2 else q
+        kv = torch.randint(1, 300, (num_rows,), generator=torch.Generator().manual_seed(step))
+        kv[-2:] = 0 if step % 2 else 1
         lengths.copy_(kv)
         theirs.prepare([0, *(kv + slack).cumsum(0).tolist()])
         graph.replay()
         expected = ours(*parts, shape)
-        present = (kv.repeat_interleave(q) > 0).to(device)
+        present = (kv > 0).to(device)
         torch.testing.assert_close(out[present], expected[present], atol=2e-2, rtol=2e-2)

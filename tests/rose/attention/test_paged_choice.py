@@ -36,6 +36,12 @@ def test_one_query_a_row_is_never_worth_a_plan() -> None:
         assert {choose(heads, rows, 1, available=("fa2", "triton")) for rows in (1, 7, 64, 256)} == {"triton"}
 
 
+def test_rows_of_several_queries_are_never_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.attention.paged_choice.available", lambda *_: BOTH)
+    backends = PagedBackends(shape(32, 8, 128), torch.float16, torch.device("cpu"), override="fa2", num_plans=4)
+    assert (backends.choose(7, 1), backends.choose(7, 4)) == ("fa2", "triton")
+
+
 def test_an_override_wins_or_is_refused() -> None:
     device = torch.device("cpu")
     backends = PagedBackends(shape(4, 2, 64), torch.float16, device, override="triton", num_plans=4)
