@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from bench.micro.variants import PARTS, attention_tiles, rope_tiles
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.contain import contain
-from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
+from rose.kernels.embedding import embed, embed_layer_norm, embed_part, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
@@ -118,6 +118,7 @@ def row_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "silu_mul", lambda: silu_mul(z(tokens, 2 * i))
     yield "gelu", lambda: gelu(z(tokens, 1536), z(1536))
     yield "embed", lambda: embed(ids, z(99, h))
+    yield "embed_part", lambda: embed_part(ids, z(99, h), begin=0, num_words=99, out=z(len(ids), h))
     yield "embed_rms_norm", lambda: embed_rms_norm(ids, z(99, h), z(h), 1e-6)
     table = z(99, 64, dtype=torch.float32)
     yield (

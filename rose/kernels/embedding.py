@@ -38,6 +38,22 @@ def _embed_rms_kernel(
 
 
 @triton.jit
+def _embed_part_kernel(
+    ids_ptr, word_ptr, out_ptr, begin, num_words, hidden_size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < hidden_size
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = (tl.load(ids_ptr + token) - begin).to(tl.int64)
+    num_columns = tl.where((index >= 0) & (index < num_words), hidden_size, 0)
+    x = tl.load(word_ptr + index * hidden_size + column, mask=column < num_columns, other=0.0)
+    tl.store(out_ptr + token * hidden_size + column, x, mask=mask)
+
+
+@triton.jit
 def _embed_layer_norm_kernel(
     ids_ptr, positions_ptr, types_ptr, word_ptr, position_ptr, type_ptr, weight_ptr, bias_ptr, out_ptr,
     num_words, num_positions, num_types, position_offset, hidden_size, eps,
@@ -67,6 +83,16 @@ def _embed_layer_norm_kernel(
 def embed(input_ids: Tensor, word: Tensor) -> Tensor:
     """input_ids int32 [T], word [V, H] -> [T, H]."""
     return _embed(input_ids, word, None, 0.0)[0]
+
+
+def embed_part(input_ids: Tensor, word: Tensor, *, begin: int, num_words: int, out: Tensor) -> Tensor:
+    """Of a table that is divided: zeros for ids outside of `begin` and the `num_words` from there, which are the first
+    rows of word [V / size, H]. input_ids int32 [T]; into out [T, H], which it returns."""
+    block = next_power_of_2(word.shape[1])
+    _embed_part_kernel[(len(input_ids),)](
+        input_ids, word, out, begin, num_words, word.shape[1], BLOCK=block, num_warps=row_warps(block), **pdl(word)
+    )  # fmt: skip
+    return out
 
 
 def embed_rms_norm(input_ids: Tensor, word: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

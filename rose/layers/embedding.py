@@ -1,7 +1,5 @@
 """Lookup tables: words, positions, token types."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,15 +19,12 @@ class Embedding(nn.Module):
         self._shard = shard(0, num_embeddings, group)
 
     def forward(self, indices: Tensor) -> Tensor:
-        return self.lookup(indices, F.embedding)
-
-    def lookup(self, indices: Tensor, rows: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """[T, hidden_size] by `rows`(indices, weight); another rank's rows count as zeros, the sum has them all."""
+        """[T, hidden_size]; another rank's rows count as zeros, the sum has them all."""
         if self.group.size == 1:
-            return rows(indices, self.weight)
+            return F.embedding(indices, self.weight)
         local = indices - self._shard.begin
         outside = (local < 0) | (local >= self._shard.end - self._shard.begin)
-        x = rows(local.masked_fill_(outside, 0), self.weight)
+        x = F.embedding(local.masked_fill_(outside, 0), self.weight)
         return self.group.all_reduce(x.masked_fill_(outside[:, None], 0.0))
 
     def shard(self, name: str, part: int) -> Shard:

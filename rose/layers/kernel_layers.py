@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rose.attention.interface import AttentionShape
 from rose.kernels.activation import gelu, silu_mul
-from rose.kernels.embedding import embed, embed_layer_norm
+from rose.kernels.embedding import embed, embed_layer_norm, embed_part
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
@@ -120,10 +120,17 @@ class KernelSiluMul(nn.Module):
 class KernelEmbedding(nn.Module):
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.weight, self._lookup = embedding.weight, embedding.lookup
+        self.weight, self._group = embedding.weight, embedding.group
+        self._part = embedding.shard("weight", 0)
 
     def forward(self, indices: Tensor) -> Tensor:
-        return self._lookup(indices, embed)
+        if self._group.size == 1:
+            return embed(indices, self.weight)
+        shape = (len(indices), self.weight.shape[1])
+        out = self._group.room(shape, self.weight.dtype)
+        out = self.weight.new_empty(shape) if out is None else out
+        begin, end = self._part.begin, self._part.end
+        return self._group.all_reduce(embed_part(indices, self.weight, begin=begin, num_words=end - begin, out=out))
 
 
 class KernelPositionedEmbeddings(nn.Module):

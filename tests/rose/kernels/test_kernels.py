@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rose.kernels.activation import gelu, silu_mul
-from rose.kernels.embedding import embed, embed_layer_norm, embed_rms_norm
+from rose.kernels.embedding import embed, embed_layer_norm, embed_part, embed_rms_norm
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
@@ -139,6 +139,20 @@ def test_embed(dtype: torch.dtype) -> None:
     x, normed = embed_rms_norm(ids, word, weight, 1e-6)
     assert torch.equal(x, rows)
     close(normed, F.rms_norm(rows.float(), (40,), weight.float(), 1e-6), dtype)
+
+
+def test_embed_part() -> None:
+    """Parts of two ranks, of which the last has a row of its own less, add up to the whole."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    word = torch.randn(99, 96, device=device)
+    ids = torch.tensor([0, 49, 50, 98, 7], dtype=torch.int32, device=device)
+    parts = (word[:50], torch.cat((word[50:], torch.full((1, 96), torch.nan, device=device))))
+    found = [
+        embed_part(ids, part, begin=begin, num_words=num_words, out=word.new_full((5, 96), torch.nan))
+        for part, begin, num_words in zip(parts, (0, 50), (50, 49), strict=True)
+    ]
+    assert torch.equal(found[0] + found[1], word[ids.long()])
+    assert (found[0][2:4] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
