@@ -52,8 +52,8 @@ COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True)
 
 class CudaDecoder:
     """`tokenizer` is the model's tokenizer.json; `stream` is the device's; `shapes` is where the list of captured
-    shapes is kept, if anywhere. `source` has who drafts, over `draft_caches` of its shape.
-    `memory` bounds what graphs take.
+    shapes is kept, if anywhere. `source` has who drafts, over `draft_caches` of its shape. `memory` bounds what graphs
+    take.
 
     Raises ModelError for an attention backend that cannot run here, torch.OutOfMemoryError.
     """
@@ -110,16 +110,7 @@ class CudaDecoder:
         self._masks = StagedMasks(facts, facts.num_steps_in_flight + 1, device)
         self._unsettled: deque[Landing] = deque()  # steps whose tokens grammars have not seen
         self._num_rows = self._num_padding = 0
-        self.graphs = GraphManager(
-            self._policy(config),
-            self._stream,
-            attention=self._static_attention,
-            attend_once=lambda key, _: self._attention.paged(self._static_of(key).paged_rows(key), caches),
-            forward=lambda key, attend: self._static_of(key).forward(key, attend),
-            free_bytes=_free_bytes if device.type == "cuda" else lambda: 0,
-            on_capture=self._keep_shapes,
-            memory=memory,
-        )
+        self.graphs = self._make_graphs(config, memory)
         while config.capture == "eager" and self.graphs.capture_listed(self._fill):
             pass
         self._stream.drain()
@@ -247,6 +238,18 @@ class CudaDecoder:
             landing()
 
     # --- shapes ---------------------------------------------------------------------------------------------
+
+    def _make_graphs(self, config: RankConfig, memory: GraphMemory | None) -> GraphManager:
+        return GraphManager(
+            self._policy(config),
+            self._stream,
+            attention=self._static_attention,
+            attend_once=lambda key, _: self._attention.paged(self._static_of(key).paged_rows(key), self._caches),
+            forward=lambda key, attend: self._static_of(key).forward(key, attend),
+            free_bytes=_free_bytes if self._device.type == "cuda" else lambda: 0,
+            on_capture=self._keep_shapes,
+            memory=memory,
+        )
 
     def _key(self, num_rows: int, needs: Needs | None, draft_length: int = 0, keep_draft: bool = True) -> GraphKey:
         padded = padded_seqs(num_rows, self._facts.max_num_seqs)

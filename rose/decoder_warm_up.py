@@ -1,4 +1,5 @@
-"""The first steps of a loaded decoder: a prefill as large as any, a decode step behind it, and a grammar.
+"""The first steps of a loaded decoder: a prefill as large as any, a decode step behind it, one with drafts where there
+are any, and a grammar.
 
 They show whether memory and kernels are what the settings want, before the first request does. The grammar has the
 tokenizer read: that takes 0.25 s for 49 thousand tokens and more than a second for 150 thousand, in which every stream
@@ -18,6 +19,7 @@ from ipc.step import (
     BLOCK_ID,
     BLOCK_INDEX,
     BLOCK_SLOT,
+    GEN_DRAFT_LENGTH,
     GEN_GENERATION,
     GEN_INPUT_OFFSET,
     GEN_KIND,
@@ -27,6 +29,7 @@ from ipc.step import (
     GEN_SLOT,
     KIND_DECODE,
     KIND_PREFILL,
+    KIND_VERIFY,
     RELEASE_GENERATION,
     RELEASE_SLOT,
     StepPlan,
@@ -51,12 +54,14 @@ class Steps(Protocol):
 
 
 def warm_up(runner: Steps) -> None:
-    """Runs all three. Raises OutOfMemory. The sequences stay in their slots: clear them."""
+    """Runs all of them. Raises OutOfMemory. The sequences stay in their slots: clear them."""
     facts = runner.facts
     arrays = local_slots(generate_layout(facts))[0]
     lengths = prompt_lengths(facts)
     _run(runner, _write_prefill(arrays, lengths, facts), arrays)
     _run(runner, _write_decode(arrays, lengths), arrays)
+    if facts.max_draft_tokens and facts.max_num_batched_tokens > 1:
+        _run(runner, _write_verify(arrays, lengths[0], facts), arrays)
     _run(runner, _write_grammar(arrays, lengths), arrays)
 
 
@@ -105,13 +110,21 @@ def _write_decode(arrays: Arrays, lengths: list[int]) -> StepPlan:
     return _write_rows(arrays, [1] * len(lengths), KIND_DECODE, [length + 1 for length in lengths], step=2)
 
 
+def _write_verify(arrays: Arrays, length: int, facts: ModelFacts) -> StepPlan:
+    """Of the first sequence, as many drafts as there can be. Tokens past its blocks, or its end, go to the dummy."""
+    num_drafts = min(facts.max_draft_tokens, facts.max_num_batched_tokens - 1)
+    plan = _write_rows(arrays, [1 + num_drafts], KIND_VERIFY, [length + 2 + num_drafts], step=3)
+    arrays["rows"][0, GEN_DRAFT_LENGTH] = num_drafts
+    return msgspec.structs.replace(plan, draft_length=num_drafts)
+
+
 def _write_grammar(arrays: Arrays, lengths: list[int]) -> StepPlan:
     """No rows: a sequence with a grammar takes the place of the first one."""
     arrays["releases"][0, [RELEASE_SLOT, RELEASE_GENERATION]] = 0
     admissions = _write_admissions(arrays, SamplingParams(seed=0, grammar=GRAMMAR), 1)
     admissions[:, [ADMIT_GENERATION, ADMIT_NUM_PROMPT]] = len(lengths), 1
     return StepPlan(
-        epoch=0, step=3, slot=0, kind="generate", canary=True, num_releases=1, num_admissions=1, last_applied=2
+        epoch=0, step=4, slot=0, kind="generate", canary=True, num_releases=1, num_admissions=1, last_applied=3
     )
 
 
