@@ -36,6 +36,7 @@ class Steering:
         self._tokens = torch.empty(luck.shape, dtype=torch.int32, device=target.device)
         self.accept(1.0)
 
+    @torch.inference_mode()  # as what it changes may have been made in it
     def accept(self, acceptance: float) -> None:
         """From the next step on. Nothing may be in flight."""
         assert self._tokens is not None
@@ -48,7 +49,8 @@ class Steering:
     def drafts(self, slots: Tensor, num_tokens: Tensor, length: int) -> Tensor:
         """int32 [R, length] of slots int32 [R], behind so many known tokens (int32 [R])."""
         assert self._tokens is not None
-        return self._tokens[slots, num_tokens][:, :length].contiguous()
+        places = num_tokens.clamp(max=self._tokens.shape[1] - 1)  # padding is at any
+        return self._tokens[slots, places][:, :length].contiguous()
 
 
 class Steered:

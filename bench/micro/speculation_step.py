@@ -3,9 +3,10 @@
     python -m bench.micro.speculation_step PART --shape llama-8b [--size 2] --out DIR [--budget-s 60]
 
 Parts: none (what the others are compared with), mtp, eagle (heads of one layer), draft (llama-1b, for any shape but
-tiny), http. The model always says one token, drafts are right with a chance (bench.steered_drafts); planner and ranks
-are real, two steps in flight, prompts of random ids, CONTEXT tokens known in the middle of what is timed. Writes
-DIR/speculation_<shape>_<part>.json as it goes; bench.micro.speculation_results makes the result file.
+tiny), head (the pass that closes a step, alone), http. The model always says one token, drafts are right with a chance
+(bench.steered_drafts); planner and ranks are real, two steps in flight, prompts of random ids, CONTEXT tokens known in
+the middle of what is timed. Writes DIR/speculation_<shape>_<part>.json as it goes; bench.micro.speculation_results
+makes the result file.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 from msgspec import Struct
 
 from bench.decode_loop import NUM_WINDOWS, WARM_STEPS, DecodeLoop, random_prompts
+from bench.micro import speculation_head, speculation_http
 from bench.ranks import Ranks, RankSpec, ranks
 from rose.config import RankConfig, SpeculationConfig
 from rose.kv_cache import BLOCK_SIZE, KVShape
@@ -31,8 +33,8 @@ CONTEXT = 512
 PROMPTS = (512, 2048)  # tokens, of times to the first token
 NUM_PROMPTS = 5
 ACCEPTANCES = (0.8, 0.6, 0.9)  # what is wanted most comes first
-STEPS = {1: 60, 4: 40, 16: 30, 64: 20}  # of a window, by sequences
-PARTS = ("none", "mtp", "eagle", "draft", "http")
+STEPS = {1: 50, 4: 30, 16: 24, 64: 16}  # of a window, by sequences
+PARTS = ("none", "mtp", "draft", "eagle", "head", "http")
 LENGTHS = {"mtp": (1, 3, 2), "eagle": (3,), "draft": (4, 2)}
 MOST_SEQS = max(STEPS)
 
@@ -60,14 +62,18 @@ def cases(part: str, *, quick: bool) -> list[Case]:
     """The most telling first. Without drafts nothing depends on the acceptance; with a proposer these steps say what it
     costs to keep its state."""
     batches = (1, 4) if quick else tuple(STEPS)
-    found = [Case(batch, 0, 1.0) for batch in batches]
     lengths = LENGTHS.get(part, ())
+    found = [] if lengths else [Case(batch, 0, 1.0) for batch in batches]
     for acceptance in ACCEPTANCES[: 2 if quick else None]:
         found += [Case(batch, length, acceptance) for batch in batches for length in lengths]
-    if part in ("none", "mtp"):  # the host waits for each step before it plans the next
-        found += [
-            Case(batch, length, 0.8, num_in_flight=1) for batch in batches[::2] for length in (lengths or (0,))[:2]
-        ]
+        if acceptance == ACCEPTANCES[0] and lengths:
+            found += [Case(batch, 0, 1.0) for batch in batches]
+        if acceptance == ACCEPTANCES[0] and part in (
+            "none",
+            "mtp",
+        ):  # the host waits for each step, then plans the next
+            one = batches[:1] if quick else batches[::2]
+            found += [Case(batch, length, acceptance, num_in_flight=1) for batch in one for length in lengths or (0,)]
     return found
 
 
@@ -219,9 +225,9 @@ def main() -> None:
         return args.budget_s - (time.perf_counter() - began)
 
     if args.part == "http":
-        from bench.micro.speculation_http import measure as measure_http
-
-        measure_http(options, keep.send, left)
+        speculation_http.measure(options, keep.send, left)
+    elif args.part == "head":
+        speculation_head.measure(options, keep.send, left)
     else:
         measure(options, keep.send, left)
     print(f"{args.part}: {time.perf_counter() - began:.0f} s")
