@@ -33,6 +33,9 @@ class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_threads: int | None = None  # CPU threads of the forward pass; None: all cores
     num_steps_in_flight: int = 2
     memory_fraction: float = 0.9  # of the device's memory
+    # ranks of one replica on GPUs add up small tensors where they lie, in each other's memory; false: NCCL adds up all,
+    # for hosts where GPUs that read each other's memory hang or err (PCIe with access control services)
+    shared_sums: bool = True
     kv_cache_bytes: int | None = None  # keys and values of language models; None: what the device has left
     speculation: SpeculationConfig = SpeculationConfig()
     spin_us: int = 0  # keep polling this long after the last step instead of sleeping

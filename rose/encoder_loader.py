@@ -72,7 +72,7 @@ class EncoderLoader:
 
     def load(self, join: Join | None) -> Loaded:
         """Forms the group and reads the weights. Raises ModelError, torch.OutOfMemoryError."""
-        self.group = form_group(join, self._device)
+        self.group = form_group(join, self._device, shared_sums=self._config.shared_sums)
         if self._device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(self._config.memory_fraction)
         parts = load_encoder(self._directory, self._model_config, self._task, self._device, self._dtype, self.group)

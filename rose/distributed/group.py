@@ -59,8 +59,9 @@ class Alone:
 ALONE = Alone()
 
 
-def form_group(join: "Join | None", device: torch.device) -> Group:
-    """The group that a Join names. Waits for the other ranks; nobody joins twice in one life.
+def form_group(join: "Join | None", device: torch.device, *, shared_sums: bool = True) -> Group:
+    """The group that a Join names. Waits for the other ranks; nobody joins twice in one life. `shared_sums`: on GPUs
+    small sums may be made in each other's memory.
 
     Raises RuntimeError where they cannot be reached. A rank that never comes is the scheduler's to notice: it ends the
     epoch by its load deadline.
@@ -73,8 +74,9 @@ def form_group(join: "Join | None", device: torch.device) -> Group:
 
         return GlooGroup(path, rank, size)
     from rose.distributed.nccl import NcclGroup
+    from rose.distributed.shared_sums import MEASURED
 
-    return NcclGroup(path, rank, size, device)
+    return NcclGroup(path, rank, size, device, MEASURED.get(size) if shared_sums else None)
 
 
 def smallest(group: Group, number: int, device: torch.device) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rose.distributed.group import LEADER
-from rose.distributed.shared_sums import MEASURED, SharedSums, Ways
+from rose.distributed.shared_sums import SharedSums, Ways
 
 TIMEOUT = timedelta(hours=1)  # schedulers kill a group that stands still long before
 
@@ -17,20 +17,17 @@ TIMEOUT = timedelta(hours=1)  # schedulers kill a group that stands still long b
 class NcclGroup:
     """Met at the file `path`. See rose.distributed.group.Group. A process has one: it is torch's default group.
 
-    `ways` is the table of small sums; None: all of them are NCCL's.
+    `ways`: up to which size sums are made in shared memory; None: all of them are NCCL's.
     """
 
-    def __init__(
-        self, path: str, rank: int, size: int, device: torch.device, ways: dict[int, Ways] | None = MEASURED
-    ) -> None:
+    def __init__(self, path: str, rank: int, size: int, device: torch.device, ways: Ways | None) -> None:
         self.rank, self.size, self.leads = rank, size, rank == LEADER
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         dist.init_process_group(
             "nccl", init_method=f"file://{path}", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
         )
         self._connect(device)
-        chosen = None if ways is None else ways.get(size)
-        self.shared_sums = None if chosen is None else self._share(device, chosen)
+        self.shared_sums = None if ways is None else self._share(device, ways)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = None if self.shared_sums is None else self.shared_sums.sum(x)

@@ -22,6 +22,7 @@ from rose.config import RankConfig
 from rose.offline import OfflineEncoder
 from tests.integration.stack import Stack, alive
 from tests.integration.streams import Told, generate
+from tests.rose.distributed.ranks import SHARED_SUMS
 from tests.rose.random_models import bert
 from tests.rose.tiny_lm import write_llama, write_tokenizer
 
@@ -34,7 +35,9 @@ RANKS = [f"{LLAMA}-0:rank-{rank}" for rank in range(2)]
 PROMPTS = [[50 + i, 120, 7 * i + 3] for i in range(3)]
 LONG = 300  # tokens
 GONE_SECONDS = 10.0
-RANK = {"device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24}
+RANK = {
+    "device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24, "shared_sums": SHARED_SUMS
+}  # fmt: skip
 
 
 class GpuStack(Stack):

@@ -36,6 +36,7 @@ from tests.rose.host_stream import HostStream
 
 SIZE = 2
 ANSWER_SECONDS = 60
+SHARED_SUMS = "BOUQUET_NO_SHARED_SUMS" not in os.environ  # bench/device/two_gpus.sh sets it where they do not work
 GPU_ANSWER_SECONDS = 150  # the first to need a kernel waits for its compiler
 
 
@@ -59,7 +60,7 @@ class Ranks:
 
     def load(self, model: Path, *, static: bool = False, **settings: Any) -> "RemoteRunner":
         """A model on both. `static`: the GPU's way, in Triton's interpreter."""
-        defaults = {"device": "cpu", "num_threads": 1}
+        defaults = {"device": "cpu", "num_threads": 1, "shared_sums": SHARED_SUMS}
         load = "load_static" if static else "load"
         facts: list[ModelFacts] = self.call(load, self._rendezvous(), model, RankConfig(**defaults | settings))
         if self.ring is not None:
@@ -173,9 +174,9 @@ def _form_one_group() -> None:
     """A process with a GPU forms one group in its life: all models of this one are loaded into that."""
     formed: list[Group] = []
 
-    def form(join: Join | None, device: torch.device) -> Group:
+    def form(join: Join | None, device: torch.device, *, shared_sums: bool = True) -> Group:
         if not formed:
-            formed.append(form_group(join, device))
+            formed.append(form_group(join, device, shared_sums=shared_sums))
         return formed[0]
 
     encoder_loader.form_group = decoder_loader.form_group = form  # type: ignore[attr-defined]
@@ -242,7 +243,8 @@ class _Rank:
         return self._drafts
 
     def group(self, rendezvous: str) -> None:
-        self._group = encoder_loader.form_group(self._join(rendezvous), self._device)  # type: ignore[attr-defined]
+        form = encoder_loader.form_group  # type: ignore[attr-defined]
+        self._group = form(self._join(rendezvous), self._device, shared_sums=SHARED_SUMS)
 
     def collective(self, name: str, values: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's tensor of `values`."""
