@@ -163,7 +163,7 @@ def next_line(pipes: list[Connection]) -> Line | None:
             return None
     for rank, line in enumerate(told):
         if line is not None and "error" in line:
-            print(f"rank {rank}: {line['error']}")
+            print(f"rank {rank}: {line['error'].splitlines()[-1]}\n{line['error']}")
             return None
     return told[0]
 
