@@ -192,6 +192,7 @@ class _Rank:
 
     def load(self, rendezvous: str, model: Path, config: RankConfig) -> ModelFacts:
         if self._runner is not None:
+            self._runner.attach(None)  # the ring is page-locked as long as it is attached
             self._runner.close()
         self._runner = make_runner("test", model, config, tensor_parallel_size=SIZE)
         return self._runner.load(self._join(rendezvous))
