@@ -9,8 +9,8 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     proposer: Literal["none", "n_gram", "draft_model", "mtp"] = "none"
     num_draft_tokens: int = 3  # at most, for each sequence and step
     # [largest batch, drafts] in rising order; a step of more sequences than the last has none, and the draft's state of
-    # these lapses. Empty: num_draft_tokens always
-    draft_lengths: list[tuple[int, int]] = []
+    # these lapses. Empty: num_draft_tokens always. None: as measured, see rose/speculation/length_table.py
+    draft_lengths: list[tuple[int, int]] | None = None
     model: str | None = None  # directory of the draft model, or of the head (mtp)
     num_layers: int | None = None  # draft_model, instead of `model`: the target's own first layers
     draft_sampling: Literal["greedy", "sampled"] = "greedy"  # sampled: by the request's own parameters

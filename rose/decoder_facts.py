@@ -30,7 +30,8 @@ def decoder_facts(
     """The facts, final but for `num_blocks`. Raises ModelError for limits that contradict each other."""
     on_cpu = device == "cpu"
     try:
-        drafts, lengths = max_draft_tokens(config.speculation), draft_lengths(config.speculation)
+        drafts = max_draft_tokens(config.speculation, device)
+        lengths = draft_lengths(config.speculation, device)
     except ValueError as error:
         raise ModelError(str(error)) from None
     max_num_seqs = config.max_num_seqs or (CPU_SEQS if on_cpu else CUDA_SEQS)

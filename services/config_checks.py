@@ -125,7 +125,7 @@ def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[
         yield f"{key}.draft_sampling: proposer {speculation.proposer!r} draws no drafts; remove it"
     if speculation.proposer != "mtp" and speculation.head_tokens != "auto":
         yield f"{key}.head_tokens: only proposer 'mtp' has a head; remove it"
-    table = tuple((batch, length) for batch, length in speculation.draft_lengths)
+    table = tuple((batch, length) for batch, length in speculation.draft_lengths or ())
     if problem := find_table_problem(table, speculation.num_draft_tokens):
         yield f"{key}.draft_lengths: {problem}"
 
@@ -147,6 +147,9 @@ def _table_problems(raw: Any, schema: type[Struct], path: str) -> Iterator[str]:
 
 
 def _value_problems(value: Any, kind: Any, path: str) -> Iterator[str]:
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if isinstance(kind, types.UnionType) and len(parts) == 1:
+        kind = parts[0]  # a file cannot say None
     if isinstance(kind, type) and issubclass(kind, Struct):
         yield from _table_problems(value, kind, path)
     elif typing.get_origin(kind) is list and isinstance(value, list):

@@ -27,6 +27,7 @@ from rose.decoder_loader import DecoderLoader
 from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor
 from scheduler.config import SchedulerConfig
+from scheduler.llm.figures import Figures
 from scheduler.llm.planner import GeneratePlanner
 from scheduler.quarantine import Quarantine
 from scheduler.request import Request
@@ -54,12 +55,19 @@ def make_prompts(directory: Path, count: int, length: int) -> list[list[int]]:
 
 def run(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> Measured:
     """All at once, from the first step to the last; nothing is in the prefix cache before."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    figures, took = generate(runner, prompts, params)
+    length = 1 + figures.num_accepted_tokens / figures.num_drafts if figures.num_drafts else 1.0
+    return figures.num_generated_tokens / took, length
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]], params: SamplingParams) -> tuple[Figures, float]:
+    """The scheduler's figures of these prompts alone, and seconds from the first step to the last."""
     runner.attach(None)
     stats = Stats("bench/0")
     planner = GeneratePlanner(runner.facts, SchedulerConfig(), stats, Quarantine(1000))
     slots = local_slots(generate_layout(runner.facts))
     free, flying = deque(range(len(slots))), deque[tuple[StepPlan, LazyTensor]]()
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for chunk_id, prompt in enumerate(prompts):
         submit = Submit(1, 1, chunk_id, [len(prompt)], 10**9, sampling=params)
         planner.add(Request.from_submit(submit, np.asarray(prompt, np.int32).tobytes(), 1.0), 1.0)
@@ -73,10 +81,8 @@ def run(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> Measu
         planner.apply(StepResult(0, plan.step), slots[plan.slot], 1.0)
         free.append(plan.slot)
     took = time.perf_counter() - began
-    figures = stats.generation
-    assert figures is not None
-    length = 1 + figures.num_accepted_tokens / figures.num_drafts if figures.num_drafts else 1.0
-    return figures.num_generated_tokens / took, length
+    assert stats.generation is not None
+    return stats.generation, took
 
 
 def main() -> None:

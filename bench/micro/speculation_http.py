@@ -40,6 +40,7 @@ def measure(options: "Options", save: Callable[[dict[str, Any]], object], left: 
             overrides.append(f"rank.spin_us={SPIN_US}")
         if length:
             settings = {"proposer": drafts.proposer, "num_draft_tokens": length, "model": drafts.model}
+            overrides.append("rank.speculation.draft_lengths=[]")
             overrides += [f"rank.speculation.{name}={value}" for name, value in settings.items()]
         with real_stack(overrides, ("random", directory)) as stack:
             for in_flight in IN_FLIGHT[: 1 if options.quick else None]:

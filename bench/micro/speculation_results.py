@@ -7,14 +7,12 @@ finds them. What is missing in the folder is left out.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from bench.micro.draft_lengths import best_lengths
+from bench.micro.draft_lengths import DRAFTING, Found, itl_ms, lengths
 from bench.report import RESULTS, Report, Row, compare, new_report, table_lines, write
 from services.random_shapes import SHAPES
 
@@ -28,37 +26,6 @@ GOALS = {  # (shape, part, drafts): at one sequence and an acceptance of 0.8
     ("llama-70b", "draft", 4): ">= 2.3x",
 }
 FLOOR_GOAL = ">= 0.74x"
-DRAFTING = ("mtp", "eagle", "draft")
-
-Record = dict[str, Any]
-
-
-class Found:
-    """The records of every part, by part."""
-
-    def __init__(self, directory: Path, shape: str) -> None:
-        self.shape, self.size = shape, 1
-        self.machines: dict[str, Record] = {}
-        self._records: dict[str, list[Record]] = {}
-        for path in sorted(directory.glob(f"speculation_{shape}_*.json")):
-            document = json.loads(path.read_text())
-            self._records[document["part"]] = document["records"]
-            self.machines[document["part"]] = document["machine"]
-            self.size = document["size"]
-
-    def records(self, part: str, what: str, **fields: Any) -> list[Record]:
-        found = (record for record in self._records.get(part, []) if record["what"] == what)
-        return [record for record in found if all(record[name] == value for name, value in fields.items())]
-
-    def one(self, part: str, what: str, **fields: Any) -> Record | None:
-        return next(iter(self.records(part, what, **fields)), None)
-
-    def plain(self, batch: int, in_flight: int = 2) -> Record | None:
-        """Decoding without a proposer."""
-        return self.one("none", "decode", batch=batch, in_flight=in_flight)
-
-    def as_details(self) -> Record:
-        return {"machines": self.machines, "records": self._records}
 
 
 def rows(found: Found) -> Iterator[Row]:
@@ -91,11 +58,6 @@ def tokens(found: Found) -> Iterator[Row]:
             telling = (record["batch"], record["acceptance"]) == (1, 0.8)
             goal = GOALS.get((found.shape, part, record["length"])) if telling else None
             yield msgspec.structs.replace(row, goal=goal)
-
-
-def itl_ms(record: Record) -> float:
-    """By the step's time, which knows nothing of luck, and what such a step gives at this acceptance."""
-    return record["step_ms"] / record["expected_length"]
 
 
 def keeping(found: Found) -> Iterator[Row]:
@@ -156,33 +118,20 @@ def floor_ms(shape: str, size: int, batch: int) -> float:
     return 2 * (weights + keys) / size / BYTES_PER_S * 1e3
 
 
-def lengths(found: Found, acceptance: float = 0.8) -> dict[str, list[tuple[int, int]]]:
-    """Of each proposer, [most sequences, drafts]: see bench.micro.draft_lengths."""
-    plain = {record["batch"]: itl_ms(record) for record in found.records("none", "decode", in_flight=2)}
-    tables = {}
-    for part in DRAFTING:
-        records = found.records(part, "decode", in_flight=2, acceptance=acceptance)
-        times = {(record["batch"], record["length"]): itl_ms(record) for record in records if record["length"]}
-        if times:
-            tables[part] = best_lengths(plain, times)
-    return tables
-
-
 def report_of(found: Found, hardware: str, *, commit: str | None, date: str | None, notes: list[str]) -> Report:
     suffix = "" if found.size == 1 else f"-{found.size}gpus"
     report = new_report(f"speculation-{found.shape}{suffix}", hardware)
     report.commit, report.date = commit or report.commit, date or report.date
     report.command = f"python -m bench.micro.speculation_step PART --shape {found.shape} --size {found.size}"
-    report.machine |= next(iter(found.machines.values()), {})
-    report.rows = list(rows(found))
+    report.rows, tables = list(rows(found)), lengths(found, 0.8)
     report.notes = [
         "random weights that always say one token, greedy; drafts right with the chance behind `at`, by a table that "
         "replaces what a real proposer drafted at its own cost; two steps in flight; itl_ms: median time of a step by "
         "the tokens it gives at this acceptance ((1 - a^(k+1)) / (1 - a)); details have what was drawn and timed",
-        *(f"drafts by batch size at an acceptance of 0.8, {part}: {table}" for part, table in lengths(found).items()),
+        *(f"draft_lengths of {part} at 0.8: {[list(pair) for pair in table]}" for part, table in tables.items()),
         *notes,
     ]
-    report.details = found.as_details()
+    report.details = {"shape": found.shape, "size": found.size, "records": found.all}
     return report
 
 
@@ -196,12 +145,11 @@ def main() -> None:
     parser.add_argument("--note", action="append", default=[])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    found = Found(args.directory, args.shape)
+    found = Found.of_folder(args.directory, args.shape)
     report = report_of(found, args.hardware, commit=args.commit, date=args.date, notes=args.note)
     short = [row for row in report.rows if row.goal is not None or row.table != "time between tokens"]
     print("\n".join(table_lines(short)) if short else "nothing was measured")
-    for part, table in lengths(found).items():
-        print(f"draft_lengths of {part} at 0.8: {[list(pair) for pair in table]}")
+    print("\n".join(note for note in report.notes if note.startswith("draft_lengths")))
     print(write(report, args.results))
 
 

@@ -88,7 +88,8 @@ def speculation(options: Options) -> SpeculationConfig:
         return SpeculationConfig()
     model = resolve_source(sources[options.part], options.cache)
     proposer = "draft_model" if options.part == "draft" else "mtp"
-    return SpeculationConfig(proposer=proposer, num_draft_tokens=max(LENGTHS[options.part]), model=str(model))
+    most = max(LENGTHS[options.part])
+    return SpeculationConfig(proposer=proposer, num_draft_tokens=most, draft_lengths=[], model=str(model))
 
 
 def rank_spec(options: Options) -> RankSpec:
@@ -177,25 +178,13 @@ def saved(options: Options) -> Iterator[Record]:
     """Takes records by `send`, and writes the file anew after each."""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"speculation_{options.shape}_{options.part}.json"
-    document = {"shape": options.shape, "part": options.part, "size": options.size, "machine": machine(options)}
+    document = {"shape": options.shape, "part": options.part, "size": options.size}
     records: list[Record] = []
     while True:
         record = yield {}
         records.append(record)
         path.write_text(json.dumps(document | {"records": records}, indent=1))
         print(line(options, record), flush=True)
-
-
-def machine(options: Options) -> Record:
-    found: Record = {
-        "torch": torch.__version__,
-        "command": f"{options.part} --shape {options.shape} --size {options.size}",
-    }
-    if options.device == "cuda" and options.size == 1:
-        import triton
-
-        found |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}
-    return found
 
 
 def line(options: Options, record: Record) -> str:

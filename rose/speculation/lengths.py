@@ -5,24 +5,31 @@ torch, so that a configuration can be checked.
 """
 
 from rose.config import SpeculationConfig
+from rose.speculation.length_table import MEASURED
 
 MAX_DRAFT_TOKENS = 16  # drafts of a row; the chance that one is taken falls with every one before it
 
 
-def max_draft_tokens(config: SpeculationConfig) -> int:
+def max_draft_tokens(config: SpeculationConfig, device: str) -> int:
     """The longest draft there will be; 0 without a proposer. Raises ValueError for settings out of range."""
     if config.proposer == "none":
         return 0
     if not 1 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"speculation.num_draft_tokens must be 1..{MAX_DRAFT_TOKENS}, got {config.num_draft_tokens}")
-    lengths = [length for _, length in draft_lengths(config)]
+    lengths = [length for _, length in draft_lengths(config, device)]
     return max(lengths, default=config.num_draft_tokens)
 
 
-def draft_lengths(config: SpeculationConfig) -> tuple[tuple[int, int], ...]:
-    """ModelFacts.draft_lengths. Raises ValueError for a table that is none."""
+def draft_lengths(config: SpeculationConfig, device: str) -> tuple[tuple[int, int], ...]:
+    """ModelFacts.draft_lengths on a kind of device (cpu, cuda): as set, else as measured, num_draft_tokens at most.
+
+    Raises ValueError for a table that is none.
+    """
     if config.proposer == "none":
         return ()
+    if config.draft_lengths is None:
+        measured = MEASURED.get((config.proposer, device), ())
+        return tuple((batch, min(length, config.num_draft_tokens)) for batch, length in measured)
     table = tuple((int(batch), int(length)) for batch, length in config.draft_lengths)
     problem = find_table_problem(table, config.num_draft_tokens)
     if problem:

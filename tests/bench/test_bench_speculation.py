@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from bench.decode_loop import DecodeLoop, random_prompts
-from bench.micro.draft_lengths import best_lengths
-from bench.micro.speculation_results import Found, floor_ms, lengths, report_of
+from bench.micro.draft_lengths import Found, best_lengths, lengths, table_module
+from bench.micro.speculation_results import floor_ms, report_of
 from bench.micro.speculation_step import ACCEPTANCES, LENGTHS, SAYS, STEPS, Options, cases, rank_spec
 from bench.ranks import Ranks, RankSpec, ranks
+from bench.report import write as report_file
 from rose.speculation import registry
 
 
@@ -103,7 +104,7 @@ def decoded(batch: int, length: int, acceptance: float, step_ms: float, in_fligh
 
 
 def write(directory: Path, part: str, records: list[dict[str, Any]]) -> None:
-    document = {"shape": "llama-8b", "part": part, "size": 1, "machine": {"gpu": "H200"}, "records": records}
+    document = {"shape": "llama-8b", "part": part, "size": 1, "records": records}
     (directory / f"speculation_llama-8b_{part}.json").write_text(json.dumps(document))
 
 
@@ -123,7 +124,7 @@ def test_the_result_file(tmp_path: Path) -> None:
         ],
     )
     write(tmp_path, "head", [record("head", batch=1, length=1, all_us=120.0, one_us=110.0)])
-    found = Found(tmp_path, "llama-8b")
+    found = Found.of_folder(tmp_path, "llama-8b")
     report = report_of(found, "h200", commit="abc", date="2026-12-01", notes=["more"])
     rows = {(row.table, row.case): row for row in report.rows}
     head = rows["time between tokens", "1 x mtp k=1 at 0.8"]
@@ -136,8 +137,12 @@ def test_the_result_file(tmp_path: Path) -> None:
     assert rows["time to first token", "512 tokens, mtp"].ratio == pytest.approx(0.909)
     assert rows["step without drafts", "1 sequences"].peer == pytest.approx(floor_ms("llama-8b", 1, 1), abs=1e-4)
     assert report.what == "speculation-llama-8b"
-    assert report.machine["gpu"] == "H200"
-    assert lengths(found) == {"mtp": [(1, 1)]}
+    again = Found.of_report(report_file(report, tmp_path))
+    assert lengths(again, 0.8) == {"mtp": [(1, 1)]}
+    assert lengths(again, 0.05) == {"mtp": [(1, 0)]}
+    module: dict[str, Any] = {}
+    exec(table_module(lengths(again, 0.8), "this test"), module)
+    assert module["MEASURED"] == {("mtp", "cuda"): ((1, 1),)}
 
 
 def test_floors_are_the_bytes_of_one_rank() -> None:

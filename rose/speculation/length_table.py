@@ -1,0 +1,8 @@
+"""Drafts by the number of sequences in a step, as measured: a table a proposer and kind of device.
+
+Written by `python -m bench.micro.draft_lengths RESULT.json --write`. Each pair: most sequences of the step, drafts.
+"""
+
+from collections.abc import Mapping
+
+MEASURED: Mapping[tuple[str, str], tuple[tuple[int, int], ...]] = {}
