@@ -16,13 +16,16 @@ from bench.micro.compile_kernels import compile_only, usage, zeros
 from ipc.types import ModelFacts
 from rose.decode_buffers import DecodeBuffers
 from rose.graph_policy import GraphKey
-from rose.kernels.accept import accept_drawn, accept_draws
+from rose.kernels.accept import DrawnAt, accept_drawn, accept_draws
+from rose.kernels.draft_rows import close_rows, row_places, take_rows
 from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
 from rose.kernels.launch import next_power_of_2
+from rose.kernels.n_gram import look_up
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
 from rose.kernels.sampling import TritonOps
+from rose.kernels.sampling_kept import kept
 from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
 from rose.sampling.params import Needs
 from rose.sampling.sampler import Sampler
@@ -93,9 +96,32 @@ def accept(num_rows: int, k: int) -> None:
     sampler.draw(logits, each, each, each, needs=Needs(penalties=True), before=int32s(places, k))
     starts, drafts, counts = int32s(num_rows + 1), int32s(num_rows, k), int32s(num_rows)
     accept_draws(each, starts, drafts, counts)
-    weights = zeros(places, 128256, dtype=torch.int64)
-    probabilities = zeros(num_rows, k, 128256, dtype=torch.float32)
-    accept_drawn(weights, int32s(places, 2), each, starts, drafts, counts, probabilities)
+    for truncation in (False, True):
+        needs = Needs(random=True, truncation=truncation)
+        kept_rows = kept(logits, sampler.state, each, needs)
+        probabilities = zeros(num_rows, k, 128256, dtype=torch.float32)
+        accept_drawn(kept_rows, sampler.state, DrawnAt(each, each, starts), drafts, counts, probabilities)
+        sampler.draw_drafts(logits, each, each, each, needs=needs)
+    sampler.draw_drafts(logits, each, each, each, needs=Needs())
+
+
+def propose(max_model_len: int, num_rows: int, k: int) -> None:
+    """What proposers launch beside their models."""
+    facts = ModelFacts(
+        name="", architecture="", task="generate", vocab_size=128256, max_model_len=max_model_len, dimension=1,
+        max_num_seqs=num_rows, max_num_batched_tokens=512, num_blocks=99, max_draft_tokens=k,
+    )  # fmt: skip
+    slots, rows = Slots(facts, 99, CPU), int32s(num_rows)
+    whole = zeros(100, dtype=torch.bool)
+    for each in (None, whole):
+        row_places(slots, rows, rows, k + 1, each)
+    look_up(rows, rows, slots.ids, slots.num_tokens, k, slots.ids.shape[1], (4, 2))
+    paged, states = (int32s(num_rows + 1), rows, int32s(num_rows * (k + 1))), zeros(num_rows * (k + 1), 4096)
+    close_rows(slots, whole, rows, paged, filled=False)
+    close_rows(slots, whole, rows, paged, filled=True)
+    hidden = zeros(num_rows + 1, 4096)
+    close_rows(slots, whole, rows, paged, filled=True, kept=(rows, rows), states=(states, hidden))
+    take_rows(hidden, rows)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -121,6 +147,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"sample {count} {sum(needs)} needs", lambda a=(count, needs): sample(*a)
     for k in (1, 4):
         yield f"accept {k} drafts", lambda k=k: accept(4, k)
+    for num_rows, k in ((1, 1), (8, 3), (64, 4)):
+        yield f"propose {num_rows} rows {k} drafts", lambda a=(8192, num_rows, k): propose(*a)
     yield "mark_non_finite", lambda: mark_non_finite(zeros(4, 128256, dtype=torch.float32), int32s(4))
 
 

@@ -1,7 +1,9 @@
-"""Acceptance as kernels, a program a row: rose/speculation/accept.py, bit for bit.
+"""Acceptance as kernels: rose/speculation/accept.py, bit for bit.
 
 Static shapes, nothing waits for the device.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,14 +12,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.launch import next_power_of_2, pdl
-from rose.kernels.sampling_math import EXACT, TILE, scale_bits, uniform_bits
+from rose.kernels.sampling_kept import NO_ID, NUMBERS, TOTAL, Kept, kept_weights, tile_of
+from rose.kernels.sampling_math import COLUMNS, EXACT, TILE, line_of, scale_bits, uniform_bits
+from rose.sampling import params
 from rose.sampling.distribution import WEIGHT_BITS
 from rose.sampling.philox import STREAM_ACCEPT, STREAM_RESAMPLE, STREAM_TOKEN
+from rose.sampling.slots import SamplingSlots
 
 _ACCEPT, _RESAMPLE = tl.constexpr(STREAM_ACCEPT), tl.constexpr(STREAM_RESAMPLE)
 _TOKEN = tl.constexpr(STREAM_TOKEN)
+_SEED_LOW, _SEED_HIGH = tl.constexpr(params.SEED_LOW), tl.constexpr(params.SEED_HIGH)
 _UNIT = tl.constexpr(2.0**WEIGHT_BITS)
-_NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -55,100 +60,144 @@ def accept_draws(draws: Tensor, starts: Tensor, drafts: Tensor, counts: Tensor) 
 
 
 @triton.jit
-def _left(w_ptr, q_ptr, column, vocab_size, total, residual):
-    """A tile's weights, int64: what p has more than q where `residual`, else p's."""
-    w = tl.load(w_ptr + column, mask=column < vocab_size, other=0)
-    if residual:
-        q = tl.load(q_ptr + column, mask=column < vocab_size, other=0.0).to(tl.float64)
-        more = w.to(tl.float64) / total.to(tl.float64) - q
-        w = (tl.where(more > 0, more, 0.0) * _UNIT).to(tl.int64)
-    return w
-
-
-@triton.jit
-def _total(w_ptr, q_ptr, vocab_size, total, residual, TILE: tl.constexpr):
-    found = tl.zeros((TILE,), tl.int64)
-    for begin in range(0, vocab_size, TILE):
-        found += _left(w_ptr, q_ptr, begin + tl.arange(0, TILE), vocab_size, total, residual)
-    return tl.sum(found, axis=0)
-
-
-@triton.jit
-def _accept_drawn_kernel(
-    weights_ptr, seeds_ptr, positions_ptr, starts_ptr, drafts_ptr, counts_ptr, probabilities_ptr, tokens_ptr,
-    num_new_ptr, weights_stride, drafts_stride, q_row_stride, q_stride, k, vocab_size,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+def _decide_kernel(
+    logits_ptr, numbers_ptr, slots_ptr, table_ptr, positions_ptr, starts_ptr, drafts_ptr, counts_ptr, q_ptr,
+    tokens_ptr, num_new_ptr, row_stride, drafts_stride, q_row_stride, q_stride, k, max_num_seqs, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program a row: how many of its drafts are taken, which become its tokens."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     start = tl.load(starts_ptr + row).to(tl.int64)
     count = tl.load(counts_ptr + row)
-    none = start * 0
-    num_accepted = count * 0
-    going = count * 0 + 1
-    total = none
-    for index in range(count + 1):
+    num_accepted, going = count * 0, count * 0 + 1
+    for index in range(count):
         if going != 0:
-            w_ptr = weights_ptr + (start + index) * weights_stride
-            total = _total(w_ptr, probabilities_ptr, vocab_size, none, 0, TILE)
+            place = start + index
+            numbers = numbers_ptr + place * NUMBERS
+            draft = tl.load(drafts_ptr + row * drafts_stride + index)
+            w = kept_weights(tl.load(logits_ptr + place * row_stride + draft), draft, numbers)
+            p = w.to(tl.float64) / tl.load(numbers + TOTAL).to(tl.float64)
+            q = tl.load(q_ptr + row * q_row_stride + index * q_stride + draft).to(tl.float64)
+            seed = table_ptr + line_of(slots_ptr, place, max_num_seqs) * COLUMNS
+            position = tl.load(positions_ptr + place)
+            high, low = uniform_bits(tl.load(seed + _SEED_LOW), tl.load(seed + _SEED_HIGH), position, _ACCEPT)
+            chance = (high.to(tl.float64) * 2147483648.0 + low.to(tl.float64)) * 2.168404344971009e-19
             going = going * 0
-            if index < count:
-                draft = tl.load(drafts_ptr + row * drafts_stride + index)
-                p = tl.load(w_ptr + draft).to(tl.float64) / total.to(tl.float64)
-                q = tl.load(probabilities_ptr + row * q_row_stride + index * q_stride + draft).to(tl.float64)
-                seed = seeds_ptr + (start + index) * 2
-                position = tl.load(positions_ptr + start + index)
-                high, low = uniform_bits(tl.load(seed), tl.load(seed + 1), position, _ACCEPT)
-                chance = (high.to(tl.float64) * 2147483648.0 + low.to(tl.float64)) * 2.168404344971009e-19
-                if chance * q < p:
-                    going = going + 1
-                    num_accepted = num_accepted + 1
-                    tl.store(tokens_ptr + row * (k + 1) + index, draft)
-    place = start + num_accepted
-    w_ptr = weights_ptr + place * weights_stride
-    q_ptr = probabilities_ptr + row * q_row_stride + tl.minimum(num_accepted, k - 1) * q_stride
-    residual = (num_accepted < count).to(tl.int32)
-    left = total
-    if residual != 0:
-        left = _total(w_ptr, q_ptr, vocab_size, total, 1, TILE)
-        if left == 0:
-            residual = residual * 0
-            left = total
-    seed, position = seeds_ptr + place * 2, tl.load(positions_ptr + place)
-    stream = tl.where(residual != 0, _RESAMPLE, _TOKEN)
-    high, low = uniform_bits(tl.load(seed), tl.load(seed + 1), position, stream)
-    target = scale_bits(high, low, left)
-    before, token = none, num_accepted * 0 + _NO_ID
-    for begin in range(0, vocab_size, TILE):
-        column = begin + tl.arange(0, TILE)
-        w = _left(w_ptr, q_ptr, column, vocab_size, total, residual)
-        token = tl.minimum(token, tl.min(tl.where(before + tl.cumsum(w, axis=0) > target, column, _NO_ID), axis=0))
-        before += tl.sum(w, axis=0)
-    tl.store(tokens_ptr + row * (k + 1) + num_accepted, token)
+            if chance * q < p:
+                going = going + 1
+                num_accepted = num_accepted + 1
+                tl.store(tokens_ptr + row * (k + 1) + index, draft)
     tl.store(num_new_ptr + row, num_accepted + 1)
 
 
+@triton.jit
+def _left(
+    logits_ptr, numbers_ptr, q_ptr, column, vocab_size, residual
+):  # fmt: skip
+    """A tile's weights at a place, and what p has there more than q where `residual`; int64."""
+    inside = column < vocab_size
+    x = tl.load(logits_ptr + column, mask=inside, other=float("-inf"))
+    w = tl.where(inside, kept_weights(x, column, numbers_ptr), 0)
+    more = w * 0
+    if residual:
+        q = tl.load(q_ptr + column, mask=inside, other=0.0).to(tl.float64)
+        difference = w.to(tl.float64) / tl.load(numbers_ptr + TOTAL).to(tl.float64) - q
+        more = (tl.where(difference > 0, difference, 0.0) * _UNIT).to(tl.int64)
+    return w, more
+
+
+@triton.jit
+def _left_kernel(
+    logits_ptr, numbers_ptr, starts_ptr, counts_ptr, q_ptr, num_new_ptr, sums_ptr, row_stride, q_row_stride, q_stride,
+    num_tiles, k, vocab_size, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """sums int64 [R, 2, num_tiles], at the place behind what was taken: weights, and what p has more than q."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    num_accepted = tl.load(num_new_ptr + row) - 1
+    place = tl.load(starts_ptr + row).to(tl.int64) + num_accepted
+    w, more = _left(
+        logits_ptr + place * row_stride, numbers_ptr + place * NUMBERS,
+        q_ptr + row * q_row_stride + tl.minimum(num_accepted, k - 1) * q_stride,
+        tile * TILE + tl.arange(0, TILE), vocab_size, num_accepted < tl.load(counts_ptr + row),
+    )  # fmt: skip
+    tl.store(sums_ptr + row * 2 * num_tiles + tile, tl.sum(w, axis=0))
+    tl.store(sums_ptr + (row * 2 + 1) * num_tiles + tile, tl.sum(more, axis=0))
+
+
+@triton.jit
+def _draw_left_kernel(
+    logits_ptr, numbers_ptr, slots_ptr, table_ptr, positions_ptr, starts_ptr, q_ptr, num_new_ptr, sums_ptr, tokens_ptr,
+    row_stride, q_row_stride, q_stride, num_tiles, k, max_num_seqs, vocab_size,
+    ENTRIES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a row: the token behind what was taken, and zeros behind that."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    num_accepted = tl.load(num_new_ptr + row) - 1
+    place = tl.load(starts_ptr + row).to(tl.int64) + num_accepted
+    tile = tl.arange(0, TILES)
+    own = sums_ptr + row * 2 * num_tiles
+    more = tl.sum(tl.load(own + num_tiles + tile, mask=tile < num_tiles, other=0), axis=0)
+    residual = more > 0  # p and q are one where it is not: no draft is rejected but by rounding
+    total = tl.where(residual, more, tl.sum(tl.load(own + tile, mask=tile < num_tiles, other=0), axis=0))
+    sums = own + tl.where(residual, num_tiles, 0)
+    seed = table_ptr + line_of(slots_ptr, place, max_num_seqs) * COLUMNS
+    stream, position = tl.where(residual, _RESAMPLE, _TOKEN), tl.load(positions_ptr + place)
+    high, low = uniform_bits(tl.load(seed + _SEED_LOW), tl.load(seed + _SEED_HIGH), position, stream)
+    target = scale_bits(high, low, total)
+    first, before = tile_of(sums, target, num_tiles, TILES, TILE)
+    column = first + tl.arange(0, TILE)
+    w, more = _left(
+        logits_ptr + place * row_stride, numbers_ptr + place * NUMBERS,
+        q_ptr + row * q_row_stride + tl.minimum(num_accepted, k - 1) * q_stride, column, vocab_size, residual,
+    )  # fmt: skip
+    reached = before + tl.cumsum(tl.where(residual, more, w), axis=0)
+    token = tl.min(tl.where(reached > target, column, NO_ID), axis=0)
+    entry = tl.arange(0, ENTRIES)
+    behind = (entry >= num_accepted) & (entry <= k)
+    tl.store(tokens_ptr + row * (k + 1) + entry, tl.where(entry == num_accepted, token, 0), mask=behind)
+
+
+class DrawnAt(NamedTuple):
+    """The N places that tokens may be drawn at, of R rows: see rose.speculation.accept.Places. int32 each."""
+
+    slots: Tensor  # [N]
+    positions: Tensor  # [N]
+    starts: Tensor  # [R + 1]: the first place of each row
+
+
 def accept_drawn(
-    weights: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    drafts: Tensor,
-    counts: Tensor,
-    probabilities: Tensor,
+    kept: Kept, state: SamplingSlots, at: DrawnAt, drafts: Tensor, counts: Tensor, probabilities: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See rose.speculation.accept.accept_drawn: weights int64 [N, V], seeds int32 [N, 2], positions int32 [N], starts
-    int32 [R + 1], drafts int32 [R, k], counts int32 [R], probabilities float32 [R, k, V], the last dimension of each
-    contiguous -> tokens int32 [R, k + 1], num_new int32 [R]."""
-    num_rows, k = drafts.shape
-    assert all(each.is_contiguous() for each in (positions, starts, counts)), "read as dense"
-    assert all(each.stride(-1) == 1 for each in (weights, drafts, probabilities)), "rows are read as dense"
-    tokens, num_new = drafts.new_zeros(num_rows, k + 1), torch.empty_like(counts)
-    _accept_drawn_kernel[(num_rows,)](
-        weights, seeds.contiguous(), positions, starts, drafts, counts, probabilities, tokens, num_new,
-        weights.stride(0), drafts.stride(0), probabilities.stride(0), probabilities.stride(1), k, weights.shape[1],
-        TILE=TILE, **pdl(weights), **EXACT,
+    """See rose.speculation.accept.accept_drawn: `kept` of N places, drafts int32 [R, k], counts int32 [R],
+    probabilities float32 [R, k, V], the last dimension of each contiguous -> tokens int32 [R, k + 1], num_new int32
+    [R]."""
+    logits, numbers = kept
+    (num_rows, k), vocab_size = drafts.shape, logits.shape[1]
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    assert all(each.is_contiguous() for each in (numbers, *at, counts)), "read as dense"
+    assert all(each.stride(-1) == 1 for each in (logits, drafts, probabilities)), "rows are read as dense"
+    tokens, num_new = drafts.new_empty(num_rows, k + 1), torch.empty_like(counts)
+    sums = numbers.new_empty(num_rows, 2, num_tiles)
+    launch, strides = {**pdl(logits), **EXACT}, (logits.stride(0), *probabilities.stride()[:2])
+    _decide_kernel[(num_rows,)](
+        logits, numbers, at.slots, state.table, at.positions, at.starts, drafts, counts, probabilities, tokens, num_new,
+        logits.stride(0), drafts.stride(0), *strides[1:], k, state.max_num_seqs, **launch,
+    )  # fmt: skip
+    _left_kernel[(num_rows, num_tiles)](
+        logits, numbers, at.starts, counts, probabilities, num_new, sums, *strides, num_tiles, k, vocab_size,
+        TILE=TILE, **launch,
+    )  # fmt: skip
+    _draw_left_kernel[(num_rows,)](
+        logits, numbers, at.slots, state.table, at.positions, at.starts, probabilities, num_new, sums, tokens, *strides,
+        num_tiles, k, state.max_num_seqs, vocab_size,
+        ENTRIES=next_power_of_2(k + 1), TILES=next_power_of_2(num_tiles), TILE=TILE, **launch,
     )  # fmt: skip
     return tokens, num_new

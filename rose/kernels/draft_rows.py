@@ -31,7 +31,7 @@ def _covered(
     return covered
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _places_kernel(
     slots_ptr, limits_ptr, ids_ptr, num_tokens_ptr, num_prompt_ptr, table_ptr, whole_ptr, places_ptr, per_row_ptr,
     row_table_ptr, cu_seqlens_ptr, num_rows, num_passes, ids_stride, table_stride, num_blocks, max_model_len,
@@ -88,7 +88,7 @@ def row_places(slots: Slots, rows: Tensor, limits: Tensor, num_passes: int, whol
     return (*places, *per_row, table, cu_seqlens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _close_kernel(
     slots_ptr, cu_seqlens_ptr, kv_lengths_ptr, mapping_ptr, table_ptr, whole_ptr, given_ptr, new_ptr, recycled_ptr,
     hidden_ptr, table_stride, num_tokens, hidden_size,

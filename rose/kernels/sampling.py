@@ -4,6 +4,7 @@ from torch import Tensor
 
 from rose.kernels.sampling_adjust import count_tokens, edit, penalise_and_mask
 from rose.kernels.sampling_choose import choose
+from rose.kernels.sampling_kept import draw_drafts
 from rose.kernels.sampling_logprobs import token_logprobs
 from rose.sampling.params import Needs
 from rose.sampling.slots import SamplingSlots
@@ -29,6 +30,11 @@ class TritonOps:
 
     def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         return choose(logits, state, slots, positions, needs)
+
+    def draw_drafts(
+        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
+    ) -> tuple[Tensor, Tensor]:
+        return draw_drafts(logits, state, slots, positions, needs)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         return token_logprobs(logits, tokens, count)

@@ -11,6 +11,8 @@ integers, whose order does not matter. Steps, each a launch:
 Greedy steps are best and pick alone. The distribution is that of rose/sampling/distribution.py, bit for bit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -39,13 +41,13 @@ from rose.sampling.philox import STREAM_TOKEN
 from rose.sampling.slots import SamplingSlots
 
 MAX_LISTED = 8192  # tokens of a row's list
-_FLOORS = 16  # the last is one unit of weight
+FLOORS = 16  # the last is one unit of weight
 _FLOOR_BITS = 2  # between one and the next
 
 _SEED_LOW, _SEED_HIGH = tl.constexpr(params.SEED_LOW), tl.constexpr(params.SEED_HIGH)
 _TOP_K, _TOP_P, _MIN_P = tl.constexpr(params.TOP_K), tl.constexpr(params.TOP_P), tl.constexpr(params.MIN_P)
 _INVERSE_TEMPERATURE = tl.constexpr(params.INVERSE_TEMPERATURE)
-_NUM_FLOORS, _BITS = tl.constexpr(_FLOORS), tl.constexpr(_FLOOR_BITS)
+_NUM_FLOORS, _BITS = tl.constexpr(FLOORS), tl.constexpr(_FLOOR_BITS)
 _WEIGHT_BITS, _UNIT = tl.constexpr(WEIGHT_BITS), tl.constexpr(2.0**WEIGHT_BITS)
 _MOST = tl.constexpr(2**WEIGHT_BITS)
 _STREAM_TOKEN = tl.constexpr(STREAM_TOKEN)
@@ -74,7 +76,7 @@ def row_best(best_ptr, row, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _floor(floor):
+def floor_weight(floor):
     """The weight that it stands for; the last one's is a single unit."""
     one = tl.full((), 1, tl.int64)
     floor = one * floor
@@ -82,7 +84,7 @@ def _floor(floor):
 
 
 @triton.jit
-def _row_params(table_ptr, floats_ptr, line, vocab_size):
+def row_params(table_ptr, floats_ptr, line, vocab_size):
     """inverse temperature, top_k (vocab_size: off), top_p (negative: off), least weight of min_p, whether truncated."""
     inverse = tl.load(floats_ptr + line * COLUMNS + _INVERSE_TEMPERATURE)
     top_k = tl.minimum(tl.load(table_ptr + line * COLUMNS + _TOP_K), vocab_size)
@@ -109,7 +111,7 @@ def _sums_kernel(
         gdc_launch_dependents()
         gdc_wait()
     line = line_of(slots_ptr, row, max_num_seqs)
-    inverse, _, _, least, truncated = _row_params(table_ptr, floats_ptr, line, vocab_size)
+    inverse, _, _, least, truncated = row_params(table_ptr, floats_ptr, line, vocab_size)
     if inverse > 0:
         maximum = key_logit(row_best(best_ptr, row, num_tiles, TILES))
         x = tl.load(logits_ptr + row * row_stride + column, mask=column < vocab_size, other=float("-inf"))
@@ -118,7 +120,7 @@ def _sums_kernel(
         if TRUNCATION and truncated:
             w = tl.where(w >= least, w, 0)
             for floor in range(_NUM_FLOORS):
-                above = w >= _floor(floor)
+                above = w >= floor_weight(floor)
                 tl.store(sums_ptr + at + floor * num_tiles, tl.sum(tl.where(above, w, 0), axis=0))
                 tl.store(numbers_ptr + at + floor * num_tiles, tl.sum(above.to(tl.int32), axis=0))
         else:
@@ -126,7 +128,7 @@ def _sums_kernel(
 
 
 @triton.jit
-def _enough(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES: tl.constexpr):
+def enough_floor(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES: tl.constexpr):
     """The highest floor above which lie all tokens that may be kept."""
     floor, tile = tl.arange(0, _NUM_FLOORS), tl.arange(0, TILES)
     at = row * _NUM_FLOORS * num_tiles + floor[:, None] * num_tiles + tile[None, :]
@@ -152,15 +154,15 @@ def _compact_kernel(
         gdc_launch_dependents()
         gdc_wait()
     line = line_of(slots_ptr, row, max_num_seqs)
-    inverse, top_k, top_p, least, truncated = _row_params(table_ptr, floats_ptr, line, vocab_size)
+    inverse, top_k, top_p, least, truncated = row_params(table_ptr, floats_ptr, line, vocab_size)
     if (inverse > 0) & truncated:
-        floor = _enough(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES)
+        floor = enough_floor(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES)
         other = tl.arange(0, TILES)
         numbers = numbers_ptr + row * _NUM_FLOORS * num_tiles + floor * num_tiles + other
         first = tl.sum(tl.load(numbers, mask=other < tile, other=0), axis=0)
         maximum = key_logit(row_best(best_ptr, row, num_tiles, TILES))
         x = tl.load(logits_ptr + row * row_stride + column, mask=column < vocab_size, other=float("-inf"))
-        above = weight(x, maximum, inverse) >= tl.maximum(_floor(floor), least)
+        above = weight(x, maximum, inverse) >= tl.maximum(floor_weight(floor), least)
         place = first + tl.cumsum(above.to(tl.int32), axis=0) - 1
         written = above & (place < MAX_LISTED)
         tl.store(listed_ptr + row * MAX_LISTED + place, x, mask=written)
@@ -178,7 +180,7 @@ def _load(x_ptr, begin, count, maximum, inverse, least, order, TILE: tl.constexp
 
 
 @triton.jit
-def _measure(x_ptr, count, maximum, inverse, least, order, TILE: tl.constexpr):
+def measure(x_ptr, count, maximum, inverse, least, order, TILE: tl.constexpr):
     """Of what is kept: how much it weighs, how many it is, its lowest order."""
     total, number = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int32)
     lowest = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
@@ -224,15 +226,15 @@ def _search(
 
 
 @triton.jit
-def _thresholds(x_ptr, count, maximum, inverse, top_k, top_p, least, total, vocab_size, TILE: tl.constexpr):
+def thresholds(x_ptr, count, maximum, inverse, top_k, top_p, least, total, vocab_size, TILE: tl.constexpr):
     """Least order and least weight of what is kept; `total` is the row's weight where there is no top_k."""
     order = (count * 0).to(tl.int64) - 2147483648
     if top_k < vocab_size:
-        total, number, lowest = _measure(x_ptr, count, maximum, inverse, least, order, TILE)
+        total, number, lowest = measure(x_ptr, count, maximum, inverse, least, order, TILE)
         if number > top_k:
             beyond = order_of(maximum).to(tl.int64) + 1
             order = _search(x_ptr, count, maximum, inverse, least, order, lowest, beyond, top_k, False, TILE)
-            total, _, _ = _measure(x_ptr, count, maximum, inverse, least, order, TILE)
+            total, _, _ = measure(x_ptr, count, maximum, inverse, least, order, TILE)
     if top_p >= 0:
         needed, beyond = _needed(top_p, total), _weight_key(total * 0 + _MOST) + 1
         lowest = _weight_key(least)
@@ -244,7 +246,7 @@ def _thresholds(x_ptr, count, maximum, inverse, top_k, top_p, least, total, voca
 @triton.jit
 def _walk(x_ptr, count, maximum, inverse, order, least, high, low, TILE: tl.constexpr):
     """Index of the logit drawn from those kept; _NO_ID where nothing has a weight."""
-    total, _number, _lowest = _measure(x_ptr, count, maximum, inverse, least, order, TILE)
+    total, _number, _lowest = measure(x_ptr, count, maximum, inverse, least, order, TILE)
     target = scale_bits(high, low, total)
     before = target * 0
     found = count * 0 + _NO_ID
@@ -261,20 +263,20 @@ def _draw_truncated(
     num_tiles, vocab_size, MAX_LISTED: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """logits_ptr is the row's. The id drawn, or _NO_ID."""
-    floor = _enough(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES)
+    floor = enough_floor(sums_ptr, numbers_ptr, row, num_tiles, top_k, top_p, vocab_size, TILES)
     tile = tl.arange(0, TILES)
     of_row = row * _NUM_FLOORS * num_tiles + tile
     count = tl.sum(tl.load(numbers_ptr + of_row + floor * num_tiles, mask=tile < num_tiles, other=0), axis=0)
     last = sums_ptr + of_row + (_NUM_FLOORS - 1) * num_tiles
     total = tl.sum(tl.load(last, mask=tile < num_tiles, other=0), axis=0)
-    least = tl.maximum(least, _floor(floor))
+    least = tl.maximum(least, floor_weight(floor))
     listed = count <= MAX_LISTED
     x_ptr = logits_ptr
     if listed:
         x_ptr = listed_ptr + row * MAX_LISTED
     else:
         count = tl.minimum(vocab_size, _NO_ID)
-    order, least = _thresholds(x_ptr, count, maximum, inverse, top_k, top_p, least, total, vocab_size, TILE)
+    order, least = thresholds(x_ptr, count, maximum, inverse, top_k, top_p, least, total, vocab_size, TILE)
     index = _walk(x_ptr, count, maximum, inverse, order, least, high, low, TILE)
     if listed & (index < _NO_ID):
         index = tl.load(ids_ptr + row * MAX_LISTED + index)
@@ -313,7 +315,7 @@ def _pick_kernel(
     token = key_id(key)
     if RANDOM:
         line = line_of(slots_ptr, row, max_num_seqs)
-        inverse, top_k, top_p, least, truncated = _row_params(table_ptr, floats_ptr, line, vocab_size)
+        inverse, top_k, top_p, least, truncated = row_params(table_ptr, floats_ptr, line, vocab_size)
         if inverse > 0:
             seed = table_ptr + line * COLUMNS
             position = tl.load(positions_ptr + row)
@@ -334,6 +336,40 @@ def _pick_kernel(
     tl.store(tokens_ptr + row, token)
 
 
+class Scanned(NamedTuple):
+    """What is known of R rows of logits before a token is picked; all but `best` only where steps draw or truncate."""
+
+    best: Tensor  # int64 [R, num_tiles]: the tile's largest key
+    sums: Tensor | None = None  # int64 [R, 16, num_tiles]
+    numbers: Tensor | None = None  # int32 [R, 16, num_tiles]
+    listed: Tensor | None = None  # float32 [R, MAX_LISTED]
+    ids: Tensor | None = None  # int32 [R, MAX_LISTED]
+
+
+def scan(logits: Tensor, state: SamplingSlots, slots: Tensor, needs: Needs, max_listed: int = MAX_LISTED) -> Scanned:
+    """All launches but the last, see above; arguments as of `choose`."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    grid = (num_rows, num_tiles)
+    shape = {"TILES": next_power_of_2(num_tiles), "TILE": TILE, **pdl(logits), **EXACT}
+    best = logits.new_empty(num_rows, num_tiles, dtype=torch.int64)
+    best_kernel[grid](logits, best, logits.stride(0), num_tiles, vocab_size, TILE=TILE, **pdl(logits), **EXACT)
+    if not needs.random:
+        return Scanned(best)
+    table = (state.table, state.floats, best)
+    sizes = (logits.stride(0), num_tiles, state.max_num_seqs, vocab_size)
+    sums = logits.new_empty(num_rows, FLOORS, num_tiles, dtype=torch.int64)
+    numbers = sums.new_empty(sums.shape, dtype=torch.int32) if needs.truncation else None
+    _sums_kernel[grid](logits, slots, *table, sums, numbers, *sizes, TRUNCATION=needs.truncation, **shape)
+    if not needs.truncation:
+        return Scanned(best, sums)
+    listed = logits.new_empty(num_rows, max_listed)
+    ids = logits.new_empty(num_rows, max_listed, dtype=torch.int32)
+    compacted = (sums, numbers, listed, ids)
+    _compact_kernel[grid](logits, slots, *table, *compacted, *sizes, MAX_LISTED=max_listed, **shape)
+    return Scanned(best, *compacted)
+
+
 def choose(
     logits: Tensor,
     state: SamplingSlots,
@@ -349,25 +385,12 @@ def choose(
     """
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
-    grid = (num_rows, num_tiles)
-    shape = {"TILES": next_power_of_2(num_tiles), "TILE": TILE, **pdl(logits), **EXACT}
-    best = logits.new_empty(num_rows, num_tiles, dtype=torch.int64)
-    best_kernel[grid](logits, best, logits.stride(0), num_tiles, vocab_size, TILE=TILE, **pdl(logits), **EXACT)
-    sums = numbers = listed = ids = None
-    table = (state.table, state.floats, best)
-    sizes = (logits.stride(0), num_tiles, state.max_num_seqs, vocab_size)
-    if needs.random:
-        sums = logits.new_empty(num_rows, _FLOORS, num_tiles, dtype=torch.int64)
-        numbers = sums.new_empty(sums.shape, dtype=torch.int32) if needs.truncation else None
-        _sums_kernel[grid](logits, slots, *table, sums, numbers, *sizes, TRUNCATION=needs.truncation, **shape)
-        if needs.truncation:
-            listed = logits.new_empty(num_rows, max_listed)
-            ids = logits.new_empty(num_rows, max_listed, dtype=torch.int32)
-            compacted = (sums, numbers, listed, ids)
-            _compact_kernel[grid](logits, slots, *table, *compacted, *sizes, MAX_LISTED=max_listed, **shape)
+    scanned = scan(logits, state, slots, needs, max_listed)
     tokens = logits.new_empty(num_rows, dtype=torch.int32)
     _pick_kernel[(num_rows,)](
-        logits, slots, positions, *table, sums, numbers, listed, ids, tokens, *sizes,
-        RANDOM=needs.random, TRUNCATION=needs.truncation, MAX_LISTED=max_listed, **shape,
+        logits, slots, positions, state.table, state.floats, *scanned, tokens,
+        logits.stride(0), num_tiles, state.max_num_seqs, vocab_size,
+        RANDOM=needs.random, TRUNCATION=needs.truncation, MAX_LISTED=max_listed,
+        TILES=next_power_of_2(num_tiles), TILE=TILE, **pdl(logits), **EXACT,
     )  # fmt: skip
     return tokens

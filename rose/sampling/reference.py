@@ -25,7 +25,7 @@ from rose.sampling.params import (
     TOP_P,
     Needs,
 )
-from rose.sampling.philox import STREAM_TOKEN, uniform_bits
+from rose.sampling.philox import STREAM_DRAFT, STREAM_TOKEN, uniform_bits
 from rose.sampling.slots import COUNT_LIMIT, COUNT_MASK, IN_PROMPT, SamplingSlots
 
 # What min_tokens sets a logit to: never drawn beside any other token, yet not impossible, so that a grammar that
@@ -72,6 +72,16 @@ class TorchOps:
                 tokens[rows] = draw(weight, high[part], low[part], tokens[rows])
         return tokens.int()
 
+    def draw_drafts(
+        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
+    ) -> tuple[Tensor, Tensor]:
+        weight = row_weights(logits, state, slots, needs)
+        seeds = state.table[state.lines(slots)]
+        high, low = uniform_bits(seeds[:, SEED_LOW], seeds[:, SEED_HIGH], positions, STREAM_DRAFT)
+        total = weight.sum(1)
+        tokens = draw(weight, high, low, torch.zeros_like(total)).int()
+        return tokens, (weight.double() / total[:, None]).float()
+
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         logits = without_nan(logits)
         keys = ordered_keys(logits).topk(count, dim=1).values
@@ -98,6 +108,18 @@ class TorchOps:
         lines, ids = lines[output], ids[output]
         room = (counts[lines, ids] & COUNT_MASK) < COUNT_LIMIT
         counts.index_put_((lines, ids), room.to(counts.dtype), accumulate=True)
+
+
+def row_weights(logits: Tensor, state: SamplingSlots, slots: Tensor, needs: Needs) -> Tensor:
+    """What each row's token is drawn from, int64 [R, V] up to 2^40, of adjusted logits; a greedy row, or one without
+    any weight, is its largest logit's alone."""
+    logits, lines = without_nan(logits), state.lines(slots)
+    maximum, best = logits.max(1)
+    result = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, best[:, None], 1 << WEIGHT_BITS)
+    rows = (state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
+    weight = processed_weights(logits[rows], maximum[rows], state, lines[rows], truncation=needs.truncation)
+    result[rows] = torch.where(weight.any(1, keepdim=True), weight, result[rows])
+    return result
 
 
 def processed_weights(

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ipc.types import SamplingParams
-from rose.sampling.distribution import WEIGHT_BITS, without_nan
-from rose.sampling.params import INVERSE_TEMPERATURE, Needs
-from rose.sampling.reference import TorchOps, processed_weights
+from rose.sampling.params import Needs
+from rose.sampling.reference import TorchOps, row_weights
 from rose.sampling.slots import SamplingSlots
 
 
@@ -42,6 +41,12 @@ class SamplingOps(Protocol):
 
     def choose(self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs) -> Tensor:
         """int32 [R]: the token drawn from each row of adjusted logits; the largest one's where it is greedy."""
+        ...
+
+    def draw_drafts(
+        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
+    ) -> tuple[Tensor, Tensor]:
+        """int32 [R]: the token drawn from each row of adjusted logits by STREAM_DRAFT; float32 [R, V]: from what."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,9 +135,9 @@ class Sampler:
         not counted yet and comes before the row's token (drafts), negative where there is none. `needs` must cover
         every row's.
         """
-        if needs.penalties:
-            self.state.reserve()
-        changed = self._adjusted(logits, slots, num_output, needs, bitmask, before, keep=needs.logprobs)
+        changed = self.adjusted(
+            logits, slots, num_output, needs=needs, bitmask=bitmask, before=before, keep=needs.logprobs
+        )
         return self._ops.choose(changed, self.state, slots, positions, needs)
 
     def count(self, slots: Tensor, tokens: Tensor, needs: Needs) -> None:
@@ -146,6 +151,21 @@ class Sampler:
         float32 [P]; int32 [P, M] and float32 [P, M] of the most probable, ties by lower id.
         """
         return self._ops.logprobs(logits, tokens, self._max_logprobs)
+
+    def draw_drafts(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        num_output: Tensor,
+        *,
+        needs: Needs,
+        before: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `draw`, from the same distribution by other random numbers (STREAM_DRAFT); and that distribution, float32
+        [R, V]. Logits may be overwritten."""
+        changed = self.adjusted(logits, slots, num_output, needs=needs, before=before, keep=False)
+        return self._ops.draw_drafts(changed, self.state, slots, positions, needs)
 
     def probabilities(
         self,
@@ -175,29 +195,23 @@ class Sampler:
         before: Tensor | None = None,
     ) -> Tensor:
         """The same in integers, int64 [R, V] up to 2^40, not all of a row zero (rose.sampling.distribution)."""
-        if needs.penalties:
-            self.state.reserve()
-        lines = self.state.lines(slots)
-        changed = without_nan(self._adjusted(logits, slots, num_output, needs, bitmask, before, keep=True))
-        maximum, greedy = changed.max(1)
-        result = torch.zeros_like(changed, dtype=torch.int64).scatter_(1, greedy[:, None], 1 << WEIGHT_BITS)
-        rows = (self.state.floats[lines, INVERSE_TEMPERATURE] > 0).nonzero()[:, 0]
-        weight = processed_weights(changed[rows], maximum[rows], self.state, lines[rows], truncation=needs.truncation)
-        result[rows] = torch.where(weight.any(1, keepdim=True), weight, result[rows])
-        return result
+        changed = self.adjusted(logits, slots, num_output, needs=needs, bitmask=bitmask, before=before, keep=True)
+        return row_weights(changed, self.state, slots, needs)
 
-    def _adjusted(
+    def adjusted(
         self,
         logits: Tensor,
         slots: Tensor,
         num_output: Tensor,
-        needs: Needs,
-        bitmask: Tensor | None,
-        before: Tensor | None,
         *,
+        needs: Needs,
+        bitmask: Tensor | None = None,
+        before: Tensor | None = None,
         keep: bool,
     ) -> Tensor:
         """Biases, masks and penalties applied: in the same memory, or in a copy where that must be kept."""
+        if needs.penalties:
+            self.state.reserve()
         if needs.edits or needs.penalties or bitmask is not None:
             logits = logits.clone() if keep else logits
             self._ops.adjust(logits, self.state, slots, num_output, bitmask, needs, before)

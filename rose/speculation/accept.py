@@ -8,8 +8,7 @@ taken by the rule of Leviathan, Kalman, Matias, "Fast inference from transformer
 In torch, the reference of the kernels that a GPU runs. Knows no model and no plan.
 """
 
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from rose.sampling.distribution import WEIGHT_BITS, draw
 from rose.sampling.params import SEED_HIGH, SEED_LOW, Needs
 from rose.sampling.philox import STREAM_ACCEPT, STREAM_RESAMPLE, STREAM_TOKEN, uniform_bits
+from rose.sampling.reference import row_weights
 from rose.sampling.sampler import Sampler
 from rose.slots import Spans
 from rose.speculation import kernels
@@ -59,17 +59,16 @@ def verify(
     bitmask int32 [N, ceil(V / 32)].
     """
     before = drafts_before(places.spans, drafts) if needs.penalties and drafts.shape[1] else None
-    rows = (places.slots, places.num_output)
+    masks: dict[str, Any] = {"needs": needs, "bitmask": bitmask, "before": before}
     if probabilities is None:
-        draws = sampler.draw(
-            logits, rows[0], places.positions, rows[1], needs=needs, bitmask=bitmask, before=before
-        )  # fmt: skip
-        accepted = accept_draws(draws, places.spans, drafts, counts)
-    else:
-        weights = sampler.weights(logits, *rows, needs=needs, bitmask=bitmask, before=before)
-        seeds = sampler.state.table[sampler.state.lines(places.slots), SEED_LOW : SEED_HIGH + 1]
-        accepted = accept_drawn(weights, seeds, places, drafts, counts, probabilities)
-    return accepted
+        draws = sampler.draw(logits, places.slots, places.positions, places.num_output, **masks)
+        return accept_draws(draws, places.spans, drafts, counts)
+    adjusted = sampler.adjusted(logits, places.slots, places.num_output, **masks, keep=needs.logprobs)
+    if kernels.has_kernels(logits):
+        return _accept_drawn(sampler, adjusted, places, drafts, counts, probabilities, needs)
+    weights = row_weights(adjusted, sampler.state, places.slots, needs)
+    seeds = sampler.state.table[sampler.state.lines(places.slots), SEED_LOW : SEED_HIGH + 1]
+    return accept_drawn(weights, seeds, places, drafts, counts, probabilities)
 
 
 def count_output(sampler: Sampler, places: Places, tokens: Tensor, num_new: Tensor, needs: Needs) -> None:
@@ -82,7 +81,9 @@ def count_output(sampler: Sampler, places: Places, tokens: Tensor, num_new: Tens
 def accept_draws(draws: Tensor, spans: Spans, drafts: Tensor, counts: Tensor) -> Accepted:
     """draws int32 [N]: the target's own at every place, each as if all drafts before it were taken."""
     if kernels.has_kernels(draws):
-        return Accepted(*_kernels().accept_draws(draws, spans.cu_seqlens, drafts, counts))
+        from rose.kernels import accept  # Triton need not be there without a GPU
+
+        return Accepted(*accept.accept_draws(draws, spans.cu_seqlens, drafts, counts))
     num_rows, k = drafts.shape
     tokens = draws.new_zeros(num_rows, k + 1)
     tokens[spans.rows, spans.offsets] = draws
@@ -94,11 +95,6 @@ def accept_drawn(
 ) -> Accepted:
     """Draft d of probability q is taken with the chance p / q; the first that is not is replaced by one drawn from what
     p has more than q. weights int64 [N, V] are p's, seeds int32 [N, 2] the rows' of each place."""
-    if kernels.has_kernels(weights):
-        starts = places.spans.cu_seqlens
-        return Accepted(
-            *_kernels().accept_drawn(weights, seeds, places.positions, starts, drafts, counts, probabilities)
-        )
     (rows, offsets), k = places.spans[1:], drafts.shape[1]
     total = weights.sum(1)
     own = offsets < k  # places that a draft stands at
@@ -131,10 +127,22 @@ def accept_drawn(
     return accepted
 
 
-def _kernels() -> ModuleType:
-    from rose.kernels import accept  # Triton need not be there without a GPU
+def _accept_drawn(
+    sampler: Sampler,
+    logits: Tensor,
+    places: Places,
+    drafts: Tensor,
+    counts: Tensor,
+    probabilities: Tensor,
+    needs: Needs,
+) -> Accepted:
+    """The same by kernels, which keep weights nowhere; logits float32 [N, V] are adjusted."""
+    from rose.kernels.accept import DrawnAt, accept_drawn
+    from rose.kernels.sampling_kept import kept
 
-    return accept
+    at = DrawnAt(places.slots, places.positions, places.spans.cu_seqlens)
+    each = kept(logits, sampler.state, places.slots, needs)
+    return Accepted(*accept_drawn(each, sampler.state, at, drafts, counts, probabilities))
 
 
 def drafts_before(spans: Spans, drafts: Tensor) -> Tensor:

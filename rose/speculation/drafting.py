@@ -12,9 +12,6 @@ from rose.attention.interface import Attend
 from rose.layers.packed_linear import pack_linears
 from rose.layers.transposed_linear import transpose_linears
 from rose.residents import Residents
-from rose.sampling.distribution import draw
-from rose.sampling.params import SEED_HIGH, SEED_LOW
-from rose.sampling.philox import STREAM_DRAFT, uniform_bits
 from rose.slots import RowInputs
 from rose.speculation.passes import Passes, RowPlaces, Tokens
 from rose.speculation.protocol import DraftRows, Drafts
@@ -52,7 +49,10 @@ class Draws:
         before = torch.stack(self._tokens, 1) if place and self._needs.penalties else None
         positions, num_output = self._found.next_positions[place], self._found.num_output[place]
         if self._sampled:
-            tokens = self._draw(logits, positions, num_output, before)
+            tokens, probabilities = self._sampler.draw_drafts(
+                logits, self._slots, positions, num_output, needs=self._needs, before=before
+            )
+            self._probabilities.append(probabilities)
         else:
             tokens = self._sampler.draw(
                 logits, self._slots, positions, num_output, needs=self._needs, before=before
@@ -64,15 +64,6 @@ class Draws:
         """All of them."""
         probabilities = _side_by_side(self._probabilities) if self._sampled else None
         return Drafts(_side_by_side(self._tokens), self._found.limits, probabilities)
-
-    def _draw(self, logits: Tensor, positions: Tensor, num_output: Tensor, before: Tensor | None) -> Tensor:
-        sampler = self._sampler
-        weights = sampler.weights(logits, self._slots, num_output, needs=self._needs, before=before)
-        seeds = sampler.state.table[sampler.state.lines(self._slots)]
-        high, low = uniform_bits(seeds[:, SEED_LOW], seeds[:, SEED_HIGH], positions, STREAM_DRAFT)
-        total = weights.sum(1)
-        self._probabilities.append((weights.double() / total[:, None]).float())
-        return draw(weights, high, low, torch.zeros_like(total)).int()
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

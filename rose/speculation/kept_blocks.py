@@ -64,7 +64,7 @@ class KeptBlocks:
             step.inputs.slots,
             (paged.cu_seqlens_q, paged.kv_lengths, paged.slot_mapping),
             filled=filled,
-            kept=(step.num_given, step.num_new),
+            kept=(step.num_given.contiguous(), step.num_new.contiguous()),
             states=states,
         )
 

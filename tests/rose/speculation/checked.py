@@ -91,7 +91,7 @@ class Checked:
         sampler = self._residents.sampler
         slots, counts = torch.tensor([slot]), torch.tensor([num_output])
         needs = sampler.needs([slot])
-        return sampler._adjusted(logits[None], slots, counts, needs, None, before[None], keep=True)[0]
+        return sampler.adjusted(logits[None], slots, counts, needs=needs, before=before[None], keep=True)[0]
 
     def _model_logits(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         model = self._proposer._model  # type: ignore[attr-defined]
