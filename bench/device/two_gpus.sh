@@ -4,10 +4,11 @@
 #     bash bench/device/two_gpus.sh [PART ...]        all parts, or these, in this order
 #
 #   sums         bench.micro.all_reduce: NCCL and shared memory by size, what the table of small sums is made of
-#   collectives  every collective alone and in a graph, each way
-#   encoders     vectors of two ranks against those of one on CPU
-#   decoders     tokens of two ranks against those of one on CPU, in graphs; a rank that differs is found out
-#   drafts       speculation of two ranks, whole steps in graphs, against one rank on CPU without
+#   ranks        two ranks against one on CPU, in graphs; or only a part of that:
+#     collectives  every collective alone and in a graph, each way
+#     encoders     vectors
+#     decoders     tokens; a rank that differs is found out
+#     drafts       tokens with speculation, whole steps in graphs
 #   group        a stack whose model is divided: ranks are killed, halted, restarted, while they answer
 #   replicas     a stack of two replicas: both GPUs are asked (runs beside the other parts)
 #
@@ -56,7 +57,7 @@ tests() { # NAME SECONDS ARGUMENTS...: of pytest; a test that hangs shows where 
     shift 2
     # warnings of this machine's versions are no errors
     part "$name" "$limit" "$python" -m pytest -o addopts= -W default -p no:cacheprovider -q -s -m gpu -rfE --durations=8 \
-        -o faulthandler_timeout=$((limit - 15)) "$@"
+        -o faulthandler_timeout=60 "$@"
 }
 
 sums() {
@@ -73,11 +74,12 @@ sums() {
 }
 
 ranks=tests/rose/distributed/test_gpu_ranks.py stacks=tests/integration/test_gpu_stacks.py
+ranks() { tests ranks 240 "$ranks" tests/rose/distributed/test_gpu_drafts.py; }
 collectives() { tests collectives 90 "$ranks" -k 'sums or parts'; }
 encoders() { tests encoders 90 "$ranks" -k vectors; }
 decoders() { tests decoders 120 "$ranks" -k tokens; }
 drafts() { tests drafts 150 tests/rose/distributed/test_gpu_drafts.py; }
-group() { tests group 200 "$stacks" -k 'not replicas'; }
+group() { tests group 180 "$stacks" -k 'not replicas'; }
 replicas() { tests replicas 120 "$stacks" -k replicas; }
 
 {
@@ -88,12 +90,12 @@ replicas() { tests replicas 120 "$stacks" -k replicas; }
 cat "$logs/machine" >>"$out/two_gpus.log"
 
 failed=0 beside=()
-for name in "${@:-sums replicas collectives encoders decoders group drafts}"; do
+for name in "${@:-sums replicas ranks group}"; do
     for each in $name; do
         case "$each" in
             replicas) replicas & beside+=($!) ;;
-            sums | collectives | encoders | decoders | drafts | group) "$each" || failed=1 ;;
-            *) sed -n '2,16p' "${BASH_SOURCE[0]}" && exit 2 ;;
+            sums | ranks | collectives | encoders | decoders | drafts | group) "$each" || failed=1 ;;
+            *) sed -n '2,17p' "${BASH_SOURCE[0]}" && exit 2 ;;
         esac
     done
 done

@@ -33,7 +33,7 @@ pytestmark = [
 LLAMA, BERT = "tiny-llama", "tiny-bert"
 RANKS = [f"{LLAMA}-0:rank-{rank}" for rank in range(2)]
 PROMPTS = [[50 + i, 120, 7 * i + 3] for i in range(3)]
-LONG = 300  # tokens
+LONG = 200  # tokens
 GONE_SECONDS = 10.0
 RANK = {
     "device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24, "shared_sums": SHARED_SUMS
@@ -80,9 +80,7 @@ async def gone(pids: list[int]) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["leader", "other", "halt"]
-)
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "halted"])
 async def test_both_go_and_come_back(
     group: Stack, session: aiohttp.ClientSession, rank: int, number: signal.Signals
 ) -> None:

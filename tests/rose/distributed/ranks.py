@@ -37,7 +37,7 @@ from tests.rose.host_stream import HostStream
 SIZE = 2
 ANSWER_SECONDS = 60
 SHARED_SUMS = "BOUQUET_NO_SHARED_SUMS" not in os.environ  # bench/device/two_gpus.sh sets it where they do not work
-GPU_ANSWER_SECONDS = 150  # the first to need a kernel waits for its compiler
+GPU_ANSWER_SECONDS = 80  # the first to need a kernel waits for its compiler
 
 
 class Ranks:
@@ -57,6 +57,11 @@ class Ranks:
         self._answer_seconds = GPU_ANSWER_SECONDS if gpus else ANSWER_SECONDS
         self._num_groups = 0
         self.ring: StepRing | None = None
+        self._silent = False
+
+    def all_answer(self) -> bool:
+        """Whether each lives, and has answered whatever it was asked."""
+        return not self._silent and all(process.is_alive() for process in self.processes)
 
     def load(self, model: Path, *, static: bool = False, **settings: Any) -> "RemoteRunner":
         """A model on both. `static`: the GPU's way, in Triton's interpreter."""
@@ -100,8 +105,11 @@ class Ranks:
             self.ring.close()
 
     def _answer(self, pipe: Connection) -> tuple[str, Any]:
+        self._silent = True
         assert pipe.poll(self._answer_seconds), "a rank does not answer"
-        return pipe.recv()
+        answer: tuple[str, Any] = pipe.recv()  # raises EOFError if it has died
+        self._silent = False
+        return answer
 
     def _rendezvous(self) -> str:
         self._num_groups += 1
@@ -168,6 +176,8 @@ def _serve(pipe: Connection, rank: int, gpus: bool) -> None:
         except Exception as error:  # noqa: BLE001 - the test sees it
             answer = ("raised", f"{type(error).__name__}: {error}")
         pipe.send(answer)
+        if answer[0] == "raised" and "CUDA error" in answer[1]:
+            os._exit(1)  # nothing works in this process any more
 
 
 def _form_one_group() -> None:

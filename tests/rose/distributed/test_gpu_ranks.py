@@ -25,7 +25,7 @@ NUM_REPLAYS = 20
 LIMITS = MEASURED[SIZE]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def grouped(gpus: Ranks) -> Ranks:
     gpus.group()
     return gpus
