@@ -4,8 +4,10 @@ Plans go to every rank; the leader's outputs come through a step ring. Ranks of 
 plans without sleeping. Knows nothing of planners.
 """
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,6 +28,8 @@ from rose.model_runner import ModelRunner
 
 ANSWER_S = 120.0
 LOAD_S = 400.0
+STOP_S = 5.0
+PR_SET_PDEATHSIG = 1
 # as services/render.py sets it for ranks of a group on GPUs
 GROUP_ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -180,6 +184,9 @@ class _Group:
         return _GroupAnswer(self, plan.step)
 
     def is_answered(self, step: int) -> bool:
+        for pipe in self._pipes[1:]:
+            if pipe.poll(0):  # a failure: only the leader answers steps
+                _checked(pipe.recv())
         while step in self._waiting and self._pipes[0].poll(0):
             answered = _checked(self._pipes[0].recv())
             assert answered == self._waiting.popleft(), "answers come in order"
@@ -195,7 +202,10 @@ class _Group:
         return self._call("figures")[0]
 
     def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # which ends a rank
         for process in self._processes:
+            process.join(STOP_S)
             process.kill()
             process.join()
         if self._ring is not None:
@@ -249,6 +259,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 def _serve(pipe: Connection, spec: RankSpec, rank: int, rendezvous: str) -> None:
     """A rank's process: loads, then does what the pipe says until that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a benchmark that is killed leaves nothing
     try:
         members: Sequence[int] = range(11, 11 + spec.size)
         layout = encode_layout(ModelFacts("none", "none", "embed", 1, 1, 1, 1, 1))
@@ -256,7 +267,7 @@ def _serve(pipe: Connection, spec: RankSpec, rank: int, rendezvous: str) -> None
         pipe.send(("done", one.facts))
         _Loop(pipe, one, leads=rank == 0).run()
     except EOFError:
-        return
+        os._exit(0)  # whatever threads and connections libraries keep
     except Exception as error:  # noqa: BLE001 - the process's outermost frame: the benchmark says it
         pipe.send(("raised", f"rank {rank}: {type(error).__name__}: {error}"))
 

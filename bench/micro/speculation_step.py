@@ -23,6 +23,7 @@ from msgspec import Struct
 from bench.decode_loop import NUM_WINDOWS, WARM_STEPS, DecodeLoop, random_prompts
 from bench.micro import speculation_head, speculation_http
 from bench.ranks import Ranks, RankSpec, ranks
+from bench.stack import end_in_order_when_told
 from rose.config import RankConfig, SpeculationConfig
 from rose.kv_cache import BLOCK_SIZE, KVShape
 from rose.models.config import read_config
@@ -204,6 +205,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=120.0, help="what has not begun by then is left out")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
+    end_in_order_when_told()
     began = time.perf_counter()
     cache = args.cache or args.out / "models"
     options = Options(args.shape, args.part, args.size, args.out, cache, args.device, args.quick)
