@@ -4,7 +4,7 @@ A step of decode or verify rows alone is one copy in, one graph, one copy out; w
 come and go, new blocks) is a few launches on small tensors before it. Steps with prompts take rose.decoder's way; of
 small ones the forward pass is a graph. Nothing on the way from plan to LazyTensor waits for the device, but with
 grammars: the masks of a step need the tokens of the one before, and its forward pass runs meanwhile. With grammars and
-drafts they need these drafts, too: such steps take rose.decoder's way and wait.
+drafts they need these drafts, too, and wait for the forward pass.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipc.step import GEN_DRAFT_LENGTH, GEN_KIND, GEN_MAX_LENGTH, GEN_SLOT, KIND_PREFILL, STATUS_OK, StepPlan
 from ipc.step_ring import Arrays, StepRing
@@ -44,7 +44,7 @@ from rose.sampling.params import Needs
 from rose.shape_list import from_leader, read_shapes, write_shapes
 from rose.speculation.no_drafts import NoDraftsSource
 from rose.speculation.protocol import ProposerParts, ProposerSource
-from rose.static_decoder import StaticDecoder, attention_of, decode_key, keeps_draft, needs_of
+from rose.static_decoder import StaticDecoder, attention_of, decode_key, keeps_draft, needs_of, stops
 from rose.static_forward import MAX_TOKENS, StaticForward, small_tokens
 
 COMMON_NEEDS = (Needs(), Needs(random=True), Needs(random=True, truncation=True))  # captured ahead, if anything is
@@ -89,8 +89,8 @@ class CudaDecoder:
         self._stream = stream or CudaStream(facts.num_steps_in_flight, self._staged.region_bytes)
         self._attention = paged_backends(model_config, caches[0].k.dtype, device, config)
         self.key = cache(self._key)
-        """Of a step of so many decode rows, with what their sampling needs (None: up to their logits), its draft
-        length and whether the drafts' state is kept."""
+        """Of a step of so many decode rows: what their sampling needs, the plan's draft length, whether it keeps the
+        drafts' state, whether it stops at the logits."""
         max_tokens = MAX_TOKENS if config.max_graph_tokens is None else config.max_graph_tokens
         max_tokens = 0 if config.capture == "off" else max_tokens  # padding would be for nothing
         self._small = StaticForward(
@@ -123,7 +123,9 @@ class CudaDecoder:
         if plan.last_applied < self._failed_step:
             self.residents.apply_tables(plan, arrays)
             raise OutOfMemory(f"planned on top of step {self._failed_step}, which did not fit")
-        launch = self._decode if self._is_static(plan, arrays) else self._launch_any
+        table = arrays["rows"][: plan.num_seqs]
+        decodes = plan.num_seqs > 0 and (table[:, GEN_KIND] != KIND_PREFILL).all()
+        launch = self._decode if decodes else self._launch_any
         try:
             return launch(plan, arrays)
         except (RuntimeError, MemoryError) as error:
@@ -168,20 +170,13 @@ class CudaDecoder:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def _is_static(self, plan: StepPlan, arrays: Arrays) -> bool:
-        """Whether a step fits into static buffers: no prompts, and no masks that drafts must be known for."""
-        table = arrays["rows"][: plan.num_seqs]
-        if not plan.num_seqs or (table[:, GEN_KIND] == KIND_PREFILL).any():
-            return False
-        return not plan.draft_length or not self.residents.grammars.has_any(table[:, GEN_SLOT].tolist())
-
     def _decode(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Decode or verify rows only: one graph; with grammars among them, one up to the logits."""
         self.residents.apply_tables(plan, arrays)
         rows = read_rows(plan, arrays, self._facts, self.residents.host)
         needs = self.residents.sampler.needs(rows.slots.tolist())
         has_grammars = self.residents.grammars.has_any(rows.slots.tolist())
-        key = self.key(plan.num_seqs, None if has_grammars else needs, plan.draft_length, plan.keep_draft)
+        key = self.key(plan.num_seqs, needs, plan.draft_length, plan.keep_draft, has_grammars)
         self._num_rows += plan.num_seqs
         self._num_padding += key.num_seqs - plan.num_seqs
         arrays["rows"][plan.num_seqs : key.num_seqs, [GEN_SLOT, GEN_DRAFT_LENGTH]] = self._nobody, 0
@@ -190,9 +185,7 @@ class CudaDecoder:
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
         if has_grammars:
             self._settle()  # while the forward pass runs
-            leads = self._group.leads
-            masks = self._masks.put(self.residents.grammars.masks(rows), key.num_seqs) if leads else None
-            self._static.finish(key, needs, masks)
+            self._static.finish(key, needs, self._masks_of(key, rows) if self._group.leads else None)
         if self._group.leads:
             num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
             stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][:num_bytes]))
@@ -210,6 +203,13 @@ class CudaDecoder:
         staged, landing = self._staged.take(arrays)
         self._decoder.run(plan, staged)
         return Landing(self._stream.finish(), partial(self._land_any, landing))
+
+    def _masks_of(self, key: GraphKey, rows: GenerateRows) -> Tensor:
+        """int32 [T, ceil(V / 32)] of the step that has stopped at its logits."""
+        count = len(rows.table)
+        drafts = self._static.drafts(key)[:count] if key.q > 1 else None
+        every = rows.with_drafts(np.full(count, key.q - 1, np.int32))  # padding counts as drafts: a line for each place
+        return self._masks.put(self.residents.grammars.masks(every, drafts), key.num_tokens)
 
     def _settle(self) -> None:
         """Waits for the steps whose tokens masks depend on: grammars then know them all."""
@@ -251,11 +251,13 @@ class CudaDecoder:
             memory=memory,
         )
 
-    def _key(self, num_rows: int, needs: Needs | None, draft_length: int = 0, keep_draft: bool = True) -> GraphKey:
+    def _key(
+        self, num_rows: int, needs: Needs, draft_length: int = 0, keep_draft: bool = True, stops: bool = False
+    ) -> GraphKey:
         padded = padded_seqs(num_rows, self._facts.max_num_seqs)
         attention = self._attention.choose(padded, draft_length + 1)
         keep_draft = keep_draft or not self._has_state
-        return decode_key(padded, attention, needs, draft_length=draft_length, keep_draft=keep_draft)
+        return decode_key(padded, attention, needs, draft_length=draft_length, keep_draft=keep_draft, stops=stops)
 
     def _policy(self, config: RankConfig) -> GraphPolicy:
         most = self._facts.max_num_seqs
@@ -287,7 +289,7 @@ class CudaDecoder:
         if key.q == 0:
             return self._small.fits(key)
         try:
-            return key == self.key(key.num_seqs, needs_of(key), key.q - 1, keeps_draft(key))
+            return key == self.key(key.num_seqs, needs_of(key), key.q - 1, keeps_draft(key), stops(key))
         except TypeError:  # sampling has no such need any more
             return False
 

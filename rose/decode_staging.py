@@ -36,7 +36,7 @@ class StagedMasks:
     """Grammar masks on their way to the device, for so many steps in flight, turn by turn. Memory comes with use."""
 
     def __init__(self, facts: ModelFacts, num_steps: int, device: torch.device) -> None:
-        self._size = (facts.max_num_seqs, -(-facts.vocab_size // 32))
+        self._size = (facts.max_num_seqs * (facts.max_draft_tokens + 1), -(-facts.vocab_size // 32))
         self._num_steps, self._device, self._turn = num_steps, device, 0
         self._host: list[Tensor] = []
         self._masks: Tensor | None = None

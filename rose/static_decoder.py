@@ -7,7 +7,9 @@ rows does greedy work only. rose.decoder is the reference.
 
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ipc.step import GEN_DRAFT_LENGTH, GEN_SLOT
@@ -46,13 +48,19 @@ _LAPSE = "lapse"  # the proposer keeps nothing of its steps
 
 
 def decode_key(
-    num_rows: int, attention: str, needs: Needs | None, *, draft_length: int = 0, keep_draft: bool = True
+    num_rows: int,
+    attention: str,
+    needs: Needs,
+    *,
+    draft_length: int = 0,
+    keep_draft: bool = True,
+    stops: bool = False,
 ) -> GraphKey:
-    """Of steps with so many rows, padded ones included, and drafts for each; `needs` None: of their forward pass
-    alone, which has no drafts."""
+    """Of steps with so many rows, padded ones included, and drafts for each. One that `stops` at its logits needs no
+    more than its drafts do."""
     q = draft_length + 1
-    names = [_FORWARD] if needs is None else [name for name, needed in needs._asdict().items() if needed]
-    names += [] if keep_draft else [_LAPSE]
+    names = [name for name, needed in needs._asdict().items() if needed and not (stops and q == 1)]
+    names += [_FORWARD] * stops + [_LAPSE] * (not keep_draft)
     return GraphKey("verify" if draft_length else "decode", num_rows, num_rows * q, q, "+".join((attention, *names)))
 
 
@@ -60,10 +68,14 @@ def attention_of(key: GraphKey) -> str:
     return key.backend.partition("+")[0]
 
 
-def needs_of(key: GraphKey) -> Needs | None:
+def needs_of(key: GraphKey) -> Needs:
     """Raises TypeError for a need that is not known."""
-    names = [name for name in key.backend.split("+")[1:] if name != _LAPSE]
-    return None if names == [_FORWARD] else Needs(**dict.fromkeys(names, True))
+    names = [name for name in key.backend.split("+")[1:] if name not in (_FORWARD, _LAPSE)]
+    return Needs(**dict.fromkeys(names, True))
+
+
+def stops(key: GraphKey) -> bool:
+    return _FORWARD in key.backend.split("+")
 
 
 def keeps_draft(key: GraphKey) -> bool:
@@ -101,21 +113,25 @@ class StaticDecoder:
     @torch.inference_mode()
     def forward(self, key: GraphKey, attend: Attend) -> None:
         """Enqueues a step: from the buffers' table and the slots to the slots and the buffers' outputs."""
-        rows, needs = self._buffers.rows(key), needs_of(key)
+        rows = self._buffers.rows(key)
         drafts = self._propose(key, rows)
         slot_rows(self._residents.slots, rows, drafts.tokens)
         hidden = cast(nn.Module, self._model)(DecodeBatch(rows.input_ids, rows.positions), attend)
         logits = self._model.logits(hidden)
         mark_non_finite(logits, rows.status)
         step = _Forwarded(drafts, hidden, logits)
-        if needs is None:
+        if stops(key):
             self._forwarded[key] = step  # of a graph: where every replay leaves them
         else:
-            self._finish(key, step, needs, None)
+            self._finish(key, step, needs_of(key), None)
+
+    def drafts(self, key: GraphKey) -> NDArray[np.int32]:
+        """Of the last step of `key`, which has stopped at its logits: [R, k]. Waits for the device."""
+        return self._forwarded[key].drafts.tokens.numpy(force=True)
 
     @torch.inference_mode()
     def finish(self, key: GraphKey, needs: Needs, bitmask: Tensor | None) -> None:
-        """The rest of the last step of `key`, which has stopped at its logits; bitmask int32 [R, ceil(V / 32)], the
+        """The rest of the last step of `key`, which has stopped at its logits; bitmask int32 [T, ceil(V / 32)], the
         leader's."""
         self._finish(key, self._forwarded[key], needs, bitmask)
 
@@ -124,12 +140,10 @@ class StaticDecoder:
         length = key.q - 1
         if not length:
             return Drafts(self._buffers.zeros[: key.num_seqs, None][:, :0], self._buffers.zeros[: key.num_seqs])
-        needs = needs_of(key)
-        assert needs is not None, "a step that stops at its logits has no drafts"
         columns = rows.table.t().contiguous()
         max_length = self._residents.slots.ids.shape[1]
         drafts = self._proposer.propose(
-            DraftRows(columns[GEN_SLOT], columns[GEN_DRAFT_LENGTH], length, max_length, needs)
+            DraftRows(columns[GEN_SLOT], columns[GEN_DRAFT_LENGTH], length, max_length, needs_of(key))
         )
         group = self._agreement.group
         if group.size == 1:
