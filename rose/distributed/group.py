@@ -84,3 +84,10 @@ def smallest(group: Group, number: int, device: torch.device) -> int:
     if group.size == 1:
         return number
     return int(group.all_gather(torch.tensor([number], dtype=torch.int64, device=device)).min())
+
+
+def leaders(group: Group, number: int, device: torch.device) -> int:
+    """The leader's number, whatever the others' is. Waits for it."""
+    if group.size == 1:
+        return number
+    return int(group.broadcast(torch.tensor([number], dtype=torch.int64, device=device)))

@@ -26,7 +26,7 @@ from rose.cuda_decoder import CudaDecoder
 from rose.cuda_decoder_load import load_cuda_decoder
 from rose.cuda_stream import CudaStream
 from rose.decoder_loader import DecoderLoader
-from rose.distributed.group import Group, form_group
+from rose.distributed.group import Group, form_group, leaders
 from rose.distributed.shard import local_heads
 from rose.model_runner import Loaded
 from rose.models.load import load_model
@@ -261,6 +261,9 @@ class _Rank:
         """Of this rank's tensor of `values`."""
         found: torch.Tensor = getattr(self._group, name)(values[self._rank].to(self._device, copy=True))
         return found.cpu()
+
+    def leaders(self, numbers: list[int]) -> int:
+        return leaders(self._group, numbers[self._rank], self._device)
 
     def captured(self, name: str, values: list[torch.Tensor], num_replays: int) -> tuple[bool, torch.Tensor]:
         """The collective as a graph [num_replays, ...]: of this rank's tensor, of twice that, and so on. And whether

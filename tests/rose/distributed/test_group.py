@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rose.distributed.group import ALONE, form_group, smallest
+from rose.distributed.group import ALONE, form_group, leaders, smallest
 from tests.rose.distributed.ranks import Ranks
 
 
@@ -16,6 +16,12 @@ def test_collectives_of_two_processes(ranks: Ranks) -> None:
         torch.testing.assert_close(found, torch.stack(values))
     for found in ranks.call("collective", "broadcast", values):
         torch.testing.assert_close(found, values[0])
+
+
+def test_the_leaders_number_is_everybodys(ranks: Ranks) -> None:
+    ranks.group()
+    assert ranks.call("leaders", [3, 4]) == [3, 3]
+    assert leaders(ALONE, 5, torch.device("cpu")) == 5
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
