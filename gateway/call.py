@@ -7,7 +7,9 @@ from gateway.models import ServedModel
 from gateway.state import Gateway
 from ipc.types import ModelFacts, Priority, Timings
 
-INLINE_CHARS = 1000  # about 0.3 ms of encoding; a thread's hand-over costs 0.1 ms and a loaded loop more
+# About 0.3 ms of encoding; a thread's hand-over costs 0.1 ms and a loaded loop more.
+INLINE_CHARS = 1000
+QUICK_INLINE_CHARS = 3000  # where all words are looked up
 
 
 class Call(Struct):

@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 
 from gateway.answer import Answer
-from gateway.call import INLINE_CHARS, Call
+from gateway.call import INLINE_CHARS, QUICK_INLINE_CHARS, Call
 from gateway.deadline import Deadline
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
@@ -135,7 +135,7 @@ async def _encode(
     num_chars = 0
     for field, texts in inputs:
         num_chars += check_chars(field, texts, limit, task.truncate, config)
-    if num_chars <= INLINE_CHARS:
+    if num_chars <= INLINE_CHARS or (num_chars <= QUICK_INLINE_CHARS and _is_quick(call.model, inputs)):
         encoded = encode(task, call.model, call.facts)
     else:
         loop = asyncio.get_running_loop()
@@ -144,6 +144,10 @@ async def _encode(
     call.tokenize_ms = seconds * 1000
     call.gateway.metrics.tokenize_seconds.observe(seconds)
     return encoded
+
+
+def _is_quick(model: ServedModel, inputs: list[tuple[str, list[Text]]]) -> bool:
+    return all(model.tokenizer.is_quick(text) for _, texts in inputs for text in texts if isinstance(text, str))
 
 
 async def _dispatch(

@@ -14,6 +14,8 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
+from gateway.known_words import KnownWords
+
 # Text is cut before it is encoded at this many characters per wanted token, and again at four times as many
 # when that was too little; no text is cut twice in vain, and a book costs what its first page costs.
 CUT_CHARS_PER_TOKEN = 12
@@ -22,6 +24,7 @@ CUT_MARGIN_TOKENS = 8
 # it count. WordPiece goes word by word, and one has 100 ids at most; Unigram and BPE feel a cut for a few pieces.
 CUT_INSIDE_MARGIN_TOKENS = 128
 CUT_SEARCH_CHARS = 1000
+KNOWN_WORDS_CHARS = 4000  # of a call, up to which words are looked up: more would keep other threads from running
 _PROBES = ("a", "b", "the", "1")
 
 
@@ -58,6 +61,7 @@ class TextTokenizer:
         tokenizer.encode_special_tokens = True  # text is text
         self._tokenizer = tokenizer
         self._inner = _without_first_space(tokenizer) or tokenizer
+        self._known_words = KnownWords.of(tokenizer)
 
     @classmethod
     def from_file(cls, path: Path) -> "TextTokenizer":
@@ -82,15 +86,21 @@ class TextTokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens."""
-        if not texts:  # of a request in token ids: the call alone takes longer than all of their checks
-            return []
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        known = self._known_words
+        if known is None or sum(map(len, texts)) > KNOWN_WORDS_CHARS:
+            return _library_ids(self._tokenizer, texts)
+        found = [known.encode(text) for text in texts]
+        left = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        rest = iter(_library_ids(self._tokenizer, left))
+        return [next(rest) if ids is None else ids for ids in found]
+
+    def is_quick(self, text: str) -> bool:
+        """Whether `encode` looks a text's words up, if it is short."""
+        return self._known_words is not None and self._known_words.takes(text)
 
     def encode_inner(self, texts: list[str]) -> list[list[int]]:
         """As `encode`, of texts that have something before them: no space is put before the first word."""
-        if not texts:
-            return []
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        return _library_ids(self._inner, texts)
 
     def encode_cut(self, texts: list[str], num_tokens: int) -> list[list[int]]:
         """As `encode`, each cut to its first `num_tokens` ids, without encoding what will be cut off."""
@@ -119,6 +129,12 @@ class TextTokenizer:
         if frame.type_start is None:
             return joined, len(joined)
         return joined, len(frame.prefix) + len(first) + frame.type_start
+
+
+def _library_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    if not texts:  # of a request in token ids: the call alone takes longer than all of their checks
+        return []
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _cut(text: str, num_chars: int) -> tuple[str, int]:
