@@ -156,7 +156,7 @@ def test_drafts_pause_and_lapse_with_the_batch(target: Target, tmp_path: Path, k
 
 def test_steps_with_a_grammar(target: Target, tmp_path: Path) -> None:
     """Their graphs end at the logits; whoever is beside them waits, too."""
-    ruled = SamplingParams(temperature=0.0, max_tokens=8, grammar=GRAMMAR)
+    ruled = SamplingParams(temperature=0.0, max_tokens=8, grammar=GRAMMAR, frequency_penalty=0.4, logprobs=1)
     both = Target(target.directory, [(target.jobs[0][0][:9], ruled), target.jobs[0]])
     with checked_runner(both, speculation(tmp_path, both, "mtp", 2)) as (runner, _):
         replica = Replica(runner)
