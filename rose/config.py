@@ -13,6 +13,9 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     draft_lengths: list[tuple[int, int]] | None = None
     model: str | None = None  # directory of the draft model, or of the head (mtp)
     num_layers: int | None = None  # draft_model, instead of `model`: the target's own first layers
+    # draft_model, mtp: only so many tokens are drafted, those of the lowest ids, or the first of a list's: ids, a file
+    draft_vocab: int | None = None
+    draft_vocab_ids: str | None = None
     draft_sampling: Literal["greedy", "sampled"] = "greedy"  # sampled: by the request's own parameters
     # mtp, after a step: the head runs over all of the step's tokens, rejected ones too, or waits to know the accepted.
     # auto: all on a GPU, the accepted on a CPU

@@ -133,9 +133,9 @@ def _with_defaults(model: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]
 
 def _with_absolute_draft(model: ModelConfig, base: Path) -> ModelConfig:
     drafts = model.rank.speculation
-    if drafts.model is None:
-        return model
-    drafts = msgspec.structs.replace(drafts, model=str(base / Path(drafts.model).expanduser()))
+    named = {"model": drafts.model, "draft_vocab_ids": drafts.draft_vocab_ids}
+    paths = {name: str(base / Path(path).expanduser()) for name, path in named.items() if path is not None}
+    drafts = msgspec.structs.replace(drafts, **paths)
     return msgspec.structs.replace(model, rank=msgspec.structs.replace(model.rank, speculation=drafts))
 
 

@@ -123,6 +123,12 @@ def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[
         yield f"{key}.model: proposer {speculation.proposer!r} has no model; remove it"
     if speculation.proposer in ("none", "n_gram") and speculation.draft_sampling != "greedy":
         yield f"{key}.draft_sampling: proposer {speculation.proposer!r} draws no drafts; remove it"
+    if speculation.proposer in ("none", "n_gram") and speculation.draft_vocab is not None:
+        yield f"{key}.draft_vocab: proposer {speculation.proposer!r} has no head; remove it"
+    if speculation.draft_vocab is None and speculation.draft_vocab_ids is not None:
+        yield f"{key}.draft_vocab: missing; how many of draft_vocab_ids draft"
+    if speculation.draft_vocab is not None and speculation.draft_vocab < 1:
+        yield f"{key}.draft_vocab: must be at least 1, got {speculation.draft_vocab}"
     if speculation.proposer != "mtp" and speculation.head_tokens != "auto":
         yield f"{key}.head_tokens: only proposer 'mtp' has a head; remove it"
     table = tuple((batch, length) for batch, length in speculation.draft_lengths or ())

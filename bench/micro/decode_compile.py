@@ -17,7 +17,7 @@ from ipc.types import ModelFacts
 from rose.decode_buffers import DecodeBuffers
 from rose.graph_policy import GraphKey
 from rose.kernels.accept import DrawnAt, accept_drawn, accept_draws
-from rose.kernels.draft_rows import close_rows, row_places, take_rows
+from rose.kernels.draft_rows import close_rows, row_places, spread_logits, take_rows
 from rose.kernels.flat_table import flat_table
 from rose.kernels.kv_append import kv_append
 from rose.kernels.launch import next_power_of_2
@@ -122,6 +122,7 @@ def propose(max_model_len: int, num_rows: int, k: int) -> None:
     hidden = zeros(num_rows + 1, 4096)
     close_rows(slots, whole, rows, paged, filled=True, kept=(rows, rows), states=(states, hidden))
     take_rows(hidden, rows)
+    spread_logits(zeros(num_rows, 32768), int32s(128256))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:

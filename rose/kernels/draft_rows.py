@@ -172,3 +172,29 @@ def take_rows(source: Tensor, rows: Tensor) -> Tensor:
     target = source.new_empty(len(rows), size)
     _take_kernel[(len(rows), triton.cdiv(size, block))](rows, source, target, size, SIZE=block, **pdl(source))
     return target
+
+
+@triton.jit
+def _spread_kernel(
+    said_ptr, places_ptr, logits_ptr, said_stride, vocab_size, TILE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place = tl.load(places_ptr + column, mask=column < vocab_size, other=-1)  # a constant
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    said = tl.load(said_ptr + row * said_stride + place, mask=place >= 0, other=float("-inf"))
+    tl.store(logits_ptr + row * vocab_size + column, said.to(tl.float32), mask=column < vocab_size)
+
+
+def spread_logits(said: Tensor, places: Tensor) -> Tensor:
+    """said [N, n], its rows contiguous, to where places (int32 [V], negative where there is none) say: float32 [N, V],
+    -inf elsewhere."""
+    assert said.stride(1) == 1, "rows are read as dense"
+    num_rows, vocab_size = len(said), len(places)
+    logits = said.new_empty(num_rows, vocab_size, dtype=torch.float32)
+    _spread_kernel[(num_rows, triton.cdiv(vocab_size, _SIZE))](
+        said, places, logits, said.stride(0), vocab_size, TILE=_SIZE, **pdl(said)
+    )
+    return logits

@@ -34,6 +34,12 @@ class PackedLinear(nn.Module):
         self._post_op, self._algorithm = _POST_OPS.get(linear.act, ("none", ""))
         self._activation = None if linear.act in _POST_OPS else activation(linear.act)
 
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], unpacked into new memory."""
+        weight: Tensor = self._weight.to_dense()
+        return weight
+
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         x = x if norm is None else norm(x)
         y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, self._post_op, [], self._algorithm)

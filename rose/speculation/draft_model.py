@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from rose.attention.interface import Attend
 from rose.attention.paged import PagedKV
 from rose.config import SpeculationConfig
+from rose.distributed.group import ALONE
 from rose.kv_cache import KVShape
 from rose.models.config import ModelConfig, ModelError, read_config, read_json
 from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.task import read_task
 from rose.slots import RowInputs
+from rose.speculation.draft_vocab import Logits, draft_logits
 from rose.speculation.drafting import DraftLM, Draws, use_device_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
@@ -32,8 +34,8 @@ from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, Prop
 class DraftModel:
     """A model with a cache of its own."""
 
-    def __init__(self, model: DraftLM, parts: ProposerParts, *, sampled: bool) -> None:
-        self._model, self._parts, self._sampled = model, parts, sampled
+    def __init__(self, model: DraftLM, logits: Logits, parts: ProposerParts, *, sampled: bool) -> None:
+        self._model, self._logits, self._parts, self._sampled = model, logits, parts, sampled
         self._kept = KeptBlocks(parts.residents.slots)
 
     def propose(self, rows: DraftRows) -> Drafts:
@@ -41,7 +43,8 @@ class DraftModel:
         if passes is None:
             return no_drafts(rows)
         parts = self._parts
-        draws, ids = _loop(self._model, parts, parts.caches, rows, passes, sampled=self._sampled)
+        draws = Draws(parts.residents, rows, passes, sampled=self._sampled)
+        ids = _loop(self._model, self._logits, parts, parts.caches, passes, draws, rows.length)
         self._fill(passes.tokens(ids, rows.length))
         return draws.drafts()
 
@@ -62,13 +65,14 @@ class DraftModel:
 class FirstLayersDraft:
     """The target's first layers, over its own caches."""
 
-    def __init__(self, model: "FirstLayers", parts: ProposerParts, *, sampled: bool) -> None:
-        self._model, self._parts, self._sampled = model, parts, sampled
+    def __init__(self, model: "FirstLayers", logits: Logits, parts: ProposerParts, *, sampled: bool) -> None:
+        self._model, self._logits, self._parts, self._sampled = model, logits, parts, sampled
 
     def propose(self, rows: DraftRows) -> Drafts:
         parts = self._parts
         passes = open_passes(parts.residents.slots, rows, rows.length, None)
-        draws, _ = _loop(self._model, parts, parts.target_caches, rows, passes, sampled=self._sampled)
+        draws = Draws(parts.residents, rows, passes, sampled=self._sampled)
+        _loop(self._model, self._logits, parts, parts.target_caches, passes, draws, rows.length)
         return draws.drafts()
 
     def accepted(self, step: Closing) -> None:
@@ -98,22 +102,22 @@ class FirstLayers(nn.Module):
 
 
 class _DraftModelSource:
-    def __init__(self, model: nn.Module, kv_shape: KVShape, config: SpeculationConfig) -> None:
+    def __init__(self, model: nn.Module, logits: Logits, kv_shape: KVShape, config: SpeculationConfig) -> None:
         self.kv_shape: KVShape | None = kv_shape
-        self._model, self._sampled = model, config.draft_sampling == "sampled"
+        self._model, self._logits, self._sampled = model, logits, config.draft_sampling == "sampled"
 
     def open(self, parts: ProposerParts) -> Proposer:
-        return DraftModel(cast(DraftLM, self._model), parts, sampled=self._sampled)
+        return DraftModel(cast(DraftLM, self._model), self._logits, parts, sampled=self._sampled)
 
 
 class _FirstLayersSource:
     kv_shape: KVShape | None = None
 
-    def __init__(self, model: FirstLayers, config: SpeculationConfig) -> None:
-        self._model, self._sampled = model, config.draft_sampling == "sampled"
+    def __init__(self, model: FirstLayers, logits: Logits, config: SpeculationConfig) -> None:
+        self._model, self._logits, self._sampled = model, logits, config.draft_sampling == "sampled"
 
     def open(self, parts: ProposerParts) -> Proposer:
-        return FirstLayersDraft(self._model, parts, sampled=self._sampled)
+        return FirstLayersDraft(self._model, self._logits, parts, sampled=self._sampled)
 
 
 def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSource:
@@ -127,7 +131,10 @@ def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSourc
         most = target.config.num_hidden_layers - 1
         if not 1 <= config.num_layers <= most:
             raise ModelError(f"speculation.num_layers must be 1..{most} with this target, got {config.num_layers}")
-        return _FirstLayersSource(FirstLayers(cast(LlamaForCausalLM, target.model), config.num_layers), config)
+        logits = draft_logits(target.model, config, target.facts.vocab_size, target.group, target.directory)
+        return _FirstLayersSource(
+            FirstLayers(cast(LlamaForCausalLM, target.model), config.num_layers), logits, config
+        )  # fmt: skip
     if not target.group.leads:
         return load_no_drafts(config, target)
     directory = Path(str(config.model))
@@ -136,7 +143,8 @@ def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSourc
     task = read_task(directory, shape, "generate")
     model = load_model(directory, shape, task, target.device, target.dtype)
     use_device_head(model, target.device)
-    return _DraftModelSource(model, KVShape.of(shape, target.dtype), config)
+    logits = draft_logits(model, config, target.facts.vocab_size, ALONE, directory)
+    return _DraftModelSource(model, logits, KVShape.of(shape, target.dtype), config)
 
 
 def _check(directory: Path, draft: ModelConfig, target: Target) -> None:
@@ -163,18 +171,17 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 
 def _loop(
     model: DraftLM,
+    logits: Logits,
     parts: ProposerParts,
     caches: Sequence[PagedKV],
-    rows: DraftRows,
     passes: Passes,
-    *,
-    sampled: bool,
-) -> tuple[Draws, Tensor]:
-    """`rows.length` passes, each for one draft; the last draft, int32 [R], has no entry yet."""
-    draws = Draws(parts.residents, rows, passes, sampled=sampled)
+    draws: Draws,
+    length: int,
+) -> Tensor:
+    """So many passes, each for one draft; the last draft, int32 [R], has no entry yet."""
     ids = passes.found.last_ids
-    for place in range(rows.length):
+    for place in range(length):
         tokens = passes.tokens(ids, place)
         hidden = model(tokens, parts.attention.paged(tokens.paged, caches))
-        ids = draws.add(model.logits(hidden))
-    return draws, ids
+        ids = draws.add(logits(hidden))
+    return ids

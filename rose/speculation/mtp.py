@@ -20,6 +20,7 @@ from rose.kv_cache import KVShape
 from rose.models.config import ModelError
 from rose.models.llama import LlamaForCausalLM
 from rose.speculation import kernels
+from rose.speculation.draft_vocab import Logits, draft_logits
 from rose.speculation.drafting import Draws, use_device_layers
 from rose.speculation.heads import DraftHead, load_head
 from rose.speculation.kept_blocks import KeptBlocks, num_kept
@@ -32,9 +33,16 @@ class Mtp:
     """`only_accepted`: after a step the head waits to know the accepted tokens and runs over no others."""
 
     def __init__(
-        self, head: DraftHead, target: LlamaForCausalLM, parts: ProposerParts, *, sampled: bool, only_accepted: bool
+        self,
+        head: DraftHead,
+        target: LlamaForCausalLM,
+        logits: Logits,
+        parts: ProposerParts,
+        *,
+        sampled: bool,
+        only_accepted: bool,
     ) -> None:
-        self._head, self._target, self._parts = head, target, parts
+        self._head, self._target, self._logits, self._parts = head, target, logits, parts
         self._sampled, self._only_accepted = sampled, only_accepted
         slots = parts.residents.slots
         self._kept = KeptBlocks(slots)
@@ -48,7 +56,7 @@ class Mtp:
         draws = Draws(self._parts.residents, rows, passes, sampled=self._sampled)
         hidden = _take(self._hidden, rows.slots)
         for place in range(rows.length):
-            ids = draws.add(self._target.logits(hidden))
+            ids = draws.add(self._logits(hidden))
             if place + 1 < rows.length:
                 hidden = self._run(passes.tokens(ids, place), hidden)
         return draws.drafts()
@@ -114,23 +122,21 @@ class _MtpSource:
     def __init__(self, head: DraftHead, kv_shape: KVShape, config: SpeculationConfig, target: Target) -> None:
         self.kv_shape: KVShape | None = kv_shape
         self._head, self._target = head, cast(LlamaForCausalLM, target.model)
+        self._logits = draft_logits(target.model, config, target.facts.vocab_size, target.group, target.directory)
         self._sampled = config.draft_sampling == "sampled"
         on_cpu = target.device.type == "cpu"
         self._only_accepted = config.head_tokens == "accepted" or (config.head_tokens == "auto" and on_cpu)
 
     def open(self, parts: ProposerParts) -> Mtp:
-        return Mtp(self._head, self._target, parts, sampled=self._sampled, only_accepted=self._only_accepted)
+        return Mtp(
+            self._head, self._target, self._logits, parts, sampled=self._sampled, only_accepted=self._only_accepted
+        )  # fmt: skip
 
 
 def load_mtp(config: SpeculationConfig, target: Target) -> ProposerSource:
     """Raises ModelError: see LoadProposer."""
     if config.model is None:
         raise ModelError("speculation.proposer mtp needs speculation.model, the directory of a head for this model")
-    if config.head_tokens == "accepted" and target.device.type == "cuda":
-        raise ModelError(
-            'speculation.head_tokens = "accepted" waits for the device in every step, which a GPU does not: '
-            'set it to "auto" or "all"'
-        )
     head, shape = load_head(Path(config.model), target)
     use_device_layers(head, target.device)
     local = local_heads(shape, target.group.size)

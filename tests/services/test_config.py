@@ -63,8 +63,9 @@ def test_paths_become_absolute() -> None:
     config = build({"run_dir": "run", "cache_dir": "cache"})
     assert (config.run_dir, config.cache_dir) == ("/base/run", "/base/cache")
     assert config.models[0].source == "/base/model"
-    (model,) = build(drafting(proposer="draft_model", model="draft")).models
+    (model,) = build(drafting(proposer="draft_model", model="draft", draft_vocab=9, draft_vocab_ids="ids.json")).models
     assert model.rank.speculation.model == "/base/draft"
+    assert model.rank.speculation.draft_vocab_ids == "/base/ids.json"
     assert build_config({"models": [MODEL]}, BASE, Path("/other")).run_dir == "/other"
 
 
@@ -137,6 +138,15 @@ def test_paths_become_absolute() -> None:
         (
             drafting(proposer="draft_model", num_layers=2, head_tokens="all"),
             "models[0].rank.speculation.head_tokens: only proposer 'mtp' has a head",
+        ),
+        (drafting(draft_vocab=9), "models[0].rank.speculation.draft_vocab: proposer 'n_gram' has no head; remove it"),
+        (
+            drafting(proposer="mtp", model="x", draft_vocab_ids="ids.json"),
+            "models[0].rank.speculation.draft_vocab: missing",
+        ),
+        (
+            drafting(proposer="mtp", model="x", draft_vocab=0),
+            "models[0].rank.speculation.draft_vocab: must be at least 1, got 0",
         ),
         (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
         (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),

@@ -1,0 +1,84 @@
+"""Drafts from the most frequent tokens alone: a head with some rows of the vocabulary, whose other logits are -inf.
+
+A head's rows are most of what a draft reads: 128 k of 4096 values take as long as five layers of Llama 8B. What a
+smaller head cannot say is not drafted, and no worse: drafts are accepted by the distribution that they were drawn from,
+which is zero elsewhere (Zhao et al., "FR-Spec", 2025).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rose.config import SpeculationConfig
+from rose.distributed.group import Group
+from rose.models.config import ModelError
+from rose.speculation import kernels
+
+Logits = Callable[[Tensor], Tensor]  # hidden [N, H] -> float32 [N, V]
+
+
+class DraftVocab:
+    """Logits of hidden states [N, H]: float32 [N, vocab_size], -inf but for `ids`', whose rows [n, H] the head has."""
+
+    def __init__(self, rows: Tensor, ids: Tensor, vocab_size: int) -> None:
+        self._rows, self._ids = rows, ids
+        self._places = torch.full((vocab_size,), -1, dtype=torch.int32, device=rows.device)
+        self._places[ids] = torch.arange(len(ids), dtype=torch.int32, device=rows.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        said = F.linear(hidden, self._rows)
+        if kernels.has_kernels(said):
+            from rose.kernels.draft_rows import spread_logits
+
+            return spread_logits(said, self._places)
+        logits = torch.full((len(said), len(self._places)), float("-inf"), device=said.device)
+        logits[:, self._ids] = said.float()
+        return logits
+
+
+def draft_logits(model: Any, config: SpeculationConfig, vocab_size: int, group: Group, directory: Path) -> Logits:
+    """What drafts are drawn by: of `model` (in `directory`), whose head is all there. Raises ModelError."""
+    count = config.draft_vocab
+    if count is None:
+        if config.draft_vocab_ids is not None:
+            raise ModelError("speculation.draft_vocab_ids needs speculation.draft_vocab: how many of its ids draft")
+        logits: Logits = model.logits
+        return logits
+    if group.size > 1:
+        raise ModelError(
+            f"speculation.draft_vocab: {directory} is divided among {group.size} ranks, each with a part of the "
+            "vocabulary: not together with tensor_parallel_size > 1, remove one of them"
+        )
+    if not 1 <= count <= vocab_size:
+        raise ModelError(f"speculation.draft_vocab must be 1..{vocab_size} with {directory}, got {count}")
+    weight: Tensor = model.lm_head.weight.detach()
+    if config.draft_vocab_ids is None:
+        return DraftVocab(weight[:count], torch.arange(count, device=weight.device), vocab_size)
+    ids = torch.tensor(_read_ids(Path(config.draft_vocab_ids), count, vocab_size), device=weight.device)
+    return DraftVocab(weight[ids], ids, vocab_size)
+
+
+def _read_ids(path: Path, count: int, vocab_size: int) -> list[int]:
+    """The first `count`. Raises ModelError."""
+    where = f"speculation.draft_vocab_ids: {path}"
+    try:
+        ids = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{where} cannot be read: {error}") from None
+    except ValueError as error:
+        raise ModelError(f"{where} is not JSON ({error}): a list of token ids, most frequent first") from None
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise ModelError(f"{where} is not a list of token ids, most frequent first")
+    ids = ids[:count]
+    if len(ids) < count:
+        raise ModelError(f"{where} has {len(ids)} ids, speculation.draft_vocab is {count}: lower it")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside or len(set(ids)) < count:
+        wrong = f"names token {outside[0]}, the vocabulary has {vocab_size}" if outside else "names a token twice"
+        raise ModelError(f"{where} {wrong}: it belongs to another model, or is damaged")
+    return ids
