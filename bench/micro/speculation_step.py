@@ -34,7 +34,8 @@ CONTEXT = 512
 PROMPTS = (512, 2048)  # tokens, of times to the first token
 NUM_PROMPTS = 5
 ACCEPTANCES = (0.8, 0.6, 0.9)  # what is wanted most comes first
-STEPS = {1: 50, 4: 30, 16: 24, 64: 16}  # of a window, by sequences
+STEPS = {1: 50, 4: 30, 16: 24, 64: 16, 32: 16}  # of a window, by sequences
+BETWEEN = 32  # sequences, of which one acceptance is enough: for the table of drafts that pay
 PARTS = ("none", "mtp", "draft", "eagle", "head", "http")
 LENGTHS = {"mtp": (1, 3, 2), "eagle": (3,), "draft": (4, 2)}
 MOST_SEQS = max(STEPS)
@@ -62,20 +63,17 @@ class Case(Struct, frozen=True):
 def cases(part: str, *, quick: bool) -> list[Case]:
     """The most telling first. Without drafts nothing depends on the acceptance; with a proposer these steps say what it
     costs to keep its state."""
-    batches = (1, 4) if quick else tuple(STEPS)
-    lengths = LENGTHS.get(part, ())
-    found = [] if lengths else [Case(batch, 0, 1.0) for batch in batches]
-    for acceptance in ACCEPTANCES[: 2 if quick else None]:
-        found += [Case(batch, length, acceptance) for batch in batches for length in lengths]
-        if acceptance == ACCEPTANCES[0] and lengths:
-            found += [Case(batch, 0, 1.0) for batch in batches]
-        if acceptance == ACCEPTANCES[0] and part in (
-            "none",
-            "mtp",
-        ):  # the host waits for each step, then plans the next
-            one = batches[:1] if quick else batches[::2]
-            found += [Case(batch, length, acceptance, num_in_flight=1) for batch in one for length in lengths or (0,)]
-    return found
+    batches, lengths = (1, 4) if quick else tuple(STEPS), LENGTHS.get(part, ())
+    if not lengths:
+        return [Case(batch, 0, 1.0) for batch in batches] + [Case(1, 0, 1.0, num_in_flight=1)]
+    first, *others = ACCEPTANCES[: 2 if quick else None]
+    found = [Case(batch, length, first) for batch in batches for length in lengths]
+    found += [Case(batch, 0, 1.0) for batch in batches]
+    if part == "mtp":  # the host waits for each step before it plans the next
+        waiting = batches[:1] if quick else (1, 16)
+        found += [Case(batch, length, first, num_in_flight=1) for batch in waiting for length in lengths]
+    batches = tuple(batch for batch in batches if batch != BETWEEN)
+    return found + [Case(batch, length, chance) for chance in others for batch in batches for length in lengths]
 
 
 def speculation(options: Options) -> SpeculationConfig:
