@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hardware", default="cpu", help="short name of the machine, part of the file's name")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="where the files go")
+    parser.add_argument("--note", action="append", default=[])
     args = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(args.threads)  # as the gateways have it
     random.seed(0)
@@ -156,6 +157,7 @@ def main() -> None:
         f"{WARM_TEXTS} others were, and gave the same ids by every way; {args.threads} threads; medians over texts, "
         "then over repeats"
     )
+    into.notes += args.note
     path = report.write(into, args.results)
     print("\n".join(report.table_lines(into.rows)))
     print(path)
