@@ -8,11 +8,13 @@ import pytest
 
 from bench.decode_loop import DecodeLoop, random_prompts
 from bench.micro.draft_lengths import Found, best_lengths, lengths, table_module
+from bench.micro.speculation_categories import Counted, choose, read_questions
 from bench.micro.speculation_results import floor_ms, report_of
 from bench.micro.speculation_step import ACCEPTANCES, BETWEEN, LENGTHS, SAYS, STEPS, Options, cases, rank_spec
 from bench.ranks import Ranks, RankSpec, ranks
 from bench.report import write as report_file
 from rose.speculation import registry
+from scheduler.llm.figures import Figures
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +153,25 @@ def test_floors_are_the_bytes_of_one_rank() -> None:
     """16 GB of an 8B's weights, less the embedding; half of a 70B's."""
     assert floor_ms("llama-8b", 1, 1) == pytest.approx(15.0e9 / 4.3e12 * 1e3, rel=0.02)
     assert floor_ms("llama-70b", 2, 1) == pytest.approx(16.2, rel=0.02)
+
+
+def test_questions_by_category(tmp_path: Path) -> None:
+    lines = [
+        {"category": name, "turns": [f"{name} {index}", "?"]} for index in range(2) for name in ("qa", "math", "stem")
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert read_questions(path) == {"qa": ["qa 0", "qa 1"], "mt_bench": ["math 0", "stem 0", "math 1", "stem 1"]}
+    prompts = [[index] * length for index, length in enumerate((5, 2000, 5, 5, 5))]
+    assert [prompt[0] for prompt in choose(prompts, 2)] == [0, 3]
+    assert len(choose(prompts, 9)) == 4
+
+
+def test_tokens_of_a_step_count_every_step() -> None:
+    counted, figures = Counted(), Figures()
+    figures.num_generated_tokens, figures.num_accepted_tokens = 30, 10
+    figures.num_drafts, figures.num_draft_tokens = 5, 20
+    counted.add(1, figures)
+    assert counted.figures() == {
+        "tokens_per_step": 1.5, "accepted_length": 3.0, "steps_with_drafts": 0.25, "accepted_share": 0.5,
+    }  # fmt: skip
