@@ -1,4 +1,8 @@
-"""New keys and values into their places of a paged cache, one program a token."""
+"""New keys and values into their places of a paged cache, one program a token.
+
+What goes to the last block, the dummy, is made finite. Rows put drafts there that nobody waits for, beyond the blocks
+that they have, and read them again behind their other tokens, with a weight of zero: a stranger's NaN would reach them.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +14,7 @@ from rose.kernels.launch import next_power_of_2, pdl, row_warps
 
 @triton.jit
 def _kv_append_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_stride, v_stride,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_stride, v_stride, dummy,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -19,9 +23,13 @@ def _kv_append_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.load(slot_mapping_ptr + token).to(tl.int64) * WIDTH + column
+    place = tl.load(slot_mapping_ptr + token)
+    at = place.to(tl.int64) * WIDTH + column
     k = tl.load(k_ptr + token * k_stride + column, mask=mask)
     v = tl.load(v_ptr + token * v_stride + column, mask=mask)
+    if place >= dummy:
+        k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)  # false for NaN
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
     tl.store(k_cache_ptr + at, k, mask=mask)
     tl.store(v_cache_ptr + at, v, mask=mask)
 
@@ -29,7 +37,8 @@ def _kv_append_kernel(
 def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """k, v [T, kv_heads, head_dim] to the places `slot_mapping` (int32 [T]: block * block_size + offset) of the caches
     [blocks, block_size, kv_heads, head_dim], contiguous. Tokens may be any distance apart, heads of one follow each
-    other. Of tokens with the same place any one remains: the dummy block's are read by nobody.
+    other. Of tokens with the same place any one remains, as happens in the dummy block, the last; what is not finite
+    becomes zero there.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     assert {x.stride()[1:] for x in (k, v)} == {(head_dim, 1)}, "heads must be contiguous within a token"
@@ -37,6 +46,6 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     width = num_kv_heads * head_dim
     block = next_power_of_2(width)
     _kv_append_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), (len(k_cache) - 1) * k_cache.shape[1],
         WIDTH=width, BLOCK=block, num_warps=row_warps(block), **pdl(k),
     )  # fmt: skip

@@ -24,3 +24,15 @@ def test_kv_append(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None
     kv_append(k, v, *caches, torch.tensor(places, dtype=torch.int32, device=DEVICE))
     assert torch.equal(caches[0], expected[0])
     assert torch.equal(caches[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_goes_to_the_dummy_block_is_finite(dtype: torch.dtype) -> None:
+    """Elsewhere a row keeps what it computed."""
+    caches = [torch.zeros(3, 4, 1, 16, dtype=dtype, device=DEVICE) for _ in range(2)]
+    bad = torch.full((2, 1, 16), float("nan"), device=DEVICE).to(dtype)
+    bad[:, :, 5], bad[:, :, 6], bad[:, :, 7] = float("inf"), float("-inf"), 3.0
+    kv_append(bad, -bad, *caches, torch.tensor([7, 8], dtype=torch.int32, device=DEVICE))
+    for cache, sign in zip(caches, (1, -1), strict=True):
+        assert cache[1, 3].isnan().sum() == 13
+        assert cache[2, 0, 0].tolist() == [sign * 3.0 if column == 7 else 0.0 for column in range(16)]
