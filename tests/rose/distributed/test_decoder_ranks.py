@@ -9,6 +9,7 @@ import torch
 
 from ipc.step import KIND_PREFILL
 from ipc.types import SamplingParams
+from services.sources import resolve_source
 from tests.rose.decoder_driving import Driver, Row, Seq
 from tests.rose.distributed.ranks import Ranks, RemoteRunner
 from tests.rose.tiny_lm import VOCAB_SIZE, write_llama, write_qwen3
@@ -116,6 +117,19 @@ def test_the_ranks_agree_on_blocks_and_each_keeps_its_heads(pair: tuple[Driver, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_weights_made_from_a_seed_by_each_rank(ranks: Ranks, tmp_path: Path) -> None:
+    directory = resolve_source("random:tiny", tmp_path)
+    settings = SETTINGS | {"max_model_len": 128}
+    one, two = Driver(directory, **settings), TwoRankDriver(ranks, directory, **settings)
+    seqs = [Seq(prompt(37)), Seq(prompt(37))]
+    for driver, seq in zip((one, two), seqs, strict=True):
+        driver.prefill(seq)
+        driver.decode([seq], 24)
+        driver.close()
+    assert seqs[0].tokens == seqs[1].tokens
+    assert len(set(seqs[0].tokens[37:])) > 3
+
+
 def test_the_gpus_way(ranks: Ranks, tmp_path: Path) -> None:
     """Decode graphs with the collectives in them, prompts without; a rank that differs is found out as a step lands."""
     directory = write_qwen3(tmp_path, num_hidden_layers=1)
