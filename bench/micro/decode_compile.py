@@ -19,6 +19,7 @@ from rose.graph_policy import GraphKey
 from rose.kernels.accept import DrawnAt, accept_drawn, accept_draws
 from rose.kernels.draft_rows import close_rows, row_places, spread_logits, take_rows
 from rose.kernels.flat_table import flat_table
+from rose.kernels.head_input import side_by_side
 from rose.kernels.kv_append import kv_append
 from rose.kernels.launch import next_power_of_2
 from rose.kernels.n_gram import look_up
@@ -122,6 +123,8 @@ def propose(max_model_len: int, num_rows: int, k: int) -> None:
     hidden = zeros(num_rows + 1, 4096)
     close_rows(slots, whole, rows, paged, filled=True, kept=(rows, rows), states=(states, hidden))
     take_rows(hidden, rows)
+    for weights in (None, (zeros(4096), zeros(4096))):
+        side_by_side(zeros(num_rows, 4096), zeros(num_rows, 4096), weights, 1e-5)
     spread_logits(zeros(num_rows, 32768), int32s(128256))
 
 

@@ -34,6 +34,7 @@ from rose.layers.norm import RMSNorm
 from rose.layers.rotary import Rotary
 from rose.models.config import ModelConfig, ModelError, read_config
 from rose.models.llama import FUSED, LlamaAttention
+from rose.speculation import kernels
 from rose.speculation.protocol import Target
 from rose.weights.loader import load_weights, tensor_names, weight_files
 
@@ -73,14 +74,24 @@ class DraftHead(nn.Module):
 
     def forward(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """embedding of each next token, hidden [T, H], positions int32 [T] -> hidden states [T, H]."""
-        if self.enorm is not None and self.hnorm is not None:
-            embedding, hidden = self.enorm(embedding), self.hnorm(hidden)
-        x = self.eh_proj(torch.cat((embedding, hidden), -1))
+        x = self.eh_proj(self._joined(embedding, hidden))
         x = self.self_attn(x, self.input_layernorm, self.rotary(positions), attend)
         x = self.mlp(x, self.post_attention_layernorm)
         if self.shared_head is not None:
             return self.shared_head.norm(x)
         return x if isinstance(x, Tensor) else x.added()  # what a kernel has left to add
+
+    def _joined(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """[T, 2 H], norms applied."""
+        enorm, hnorm = self.enorm, self.hnorm
+        if kernels.has_kernels(hidden):
+            from rose.kernels.head_input import side_by_side
+
+            weights = None if enorm is None or hnorm is None else (enorm.weight, hnorm.weight)
+            return side_by_side(embedding, hidden.contiguous(), weights, 0.0 if enorm is None else enorm.eps)
+        if enorm is not None and hnorm is not None:
+            embedding, hidden = enorm(embedding), hnorm(hidden)
+        return torch.cat((embedding, hidden), -1)
 
 
 def load_head(directory: Path, target: Target) -> tuple[DraftHead, ModelConfig]:
