@@ -88,6 +88,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def speculation(directory: Path, target: Target, kind: str, k: int, **settings: Any) -> SpeculationConfig:
+    settings.setdefault("draft_lengths", [])  # always k
     if kind == "n_gram":
         return SpeculationConfig(proposer="n_gram", num_draft_tokens=k, **settings)
     return configure(directory, target.directory, kind, k, **settings)

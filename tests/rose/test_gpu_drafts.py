@@ -43,6 +43,7 @@ def jobs(matrix: Matrix) -> Jobs:
 
 
 def speculation(directory: Path, matrix: Matrix, kind: str, k: int, **settings: Any) -> SpeculationConfig:
+    settings.setdefault("draft_lengths", [])  # always k
     if kind == "n_gram":
         return SpeculationConfig(proposer="n_gram", num_draft_tokens=k, **settings)
     return configure(directory, matrix.directory, kind, k, **settings)
