@@ -2,11 +2,11 @@
 
     python -m bench.micro.speculation_step PART --shape llama-8b [--size 2] --out DIR [--budget-s 60]
 
-Parts: none (what the others are compared with), mtp, eagle (heads of one layer), draft (llama-1b, for any shape but
-tiny), head (the pass that closes a step, alone), http. The model always says one token, drafts are right with a chance
-(bench.steered_drafts); planner and ranks are real, two steps in flight, prompts of random ids, CONTEXT tokens known in
-the middle of what is timed. Writes DIR/speculation_<shape>_<part>.json as it goes; bench.micro.speculation_results
-makes the result file.
+Parts: none (what the others are compared with), mtp, eagle (heads of one layer), vocab (mtp with drafts from the first
+DRAFT_VOCAB tokens alone), draft (llama-1b, for any shape but tiny), head (the pass that closes a step, alone), http.
+The model always says one token, drafts are right with a chance (bench.steered_drafts); planner and ranks are real, two
+steps in flight, prompts of random ids, CONTEXT tokens known in the middle of what is timed. Writes
+DIR/speculation_<shape>_<part>.json as it goes; bench.micro.speculation_results makes the result file.
 """
 
 import argparse
@@ -36,8 +36,10 @@ NUM_PROMPTS = 5
 ACCEPTANCES = (0.8, 0.6, 0.9)  # what is wanted most comes first
 STEPS = {1: 50, 4: 30, 16: 24, 64: 16, 32: 16}  # of a window, by sequences
 BETWEEN = 32  # sequences, of which one acceptance is enough: for the table of drafts that pay
-PARTS = ("none", "mtp", "draft", "eagle", "head", "http")
-LENGTHS = {"mtp": (1, 3, 2), "eagle": (3,), "draft": (4, 2)}
+PARTS = ("none", "mtp", "draft", "vocab", "eagle", "head", "http")
+LENGTHS = {"mtp": (1, 3, 2), "vocab": (3, 1), "eagle": (3,), "draft": (4, 2)}
+ONE_ACCEPTANCE = ("vocab", "eagle")  # steps take as long at any
+DRAFT_VOCAB = 32_768
 MOST_SEQS = max(STEPS)
 
 Record = dict[str, Any]
@@ -66,7 +68,7 @@ def cases(part: str, *, quick: bool) -> list[Case]:
     batches, lengths = (1, 4) if quick else tuple(STEPS), LENGTHS.get(part, ())
     if not lengths:
         return [Case(batch, 0, 1.0) for batch in batches] + [Case(1, 0, 1.0, num_in_flight=1)]
-    first, *others = ACCEPTANCES[: 2 if quick else None]
+    first, *others = ACCEPTANCES[: 1 if part in ONE_ACCEPTANCE else 2 if quick else None]
     found = [Case(batch, length, first) for batch in batches for length in lengths]
     found += [Case(batch, 0, 1.0) for batch in batches]
     if part == "mtp":  # the host waits for each step before it plans the next
@@ -78,17 +80,22 @@ def cases(part: str, *, quick: bool) -> list[Case]:
 
 def speculation(options: Options) -> SpeculationConfig:
     """Of the part. Files are written where they are missing."""
+    head = f"random:{options.shape}?head=mtp&says={SAYS}"
     sources = {
-        "mtp": f"random:{options.shape}?head=mtp&says={SAYS}",
+        "mtp": head,
+        "vocab": head,
         "eagle": f"random:{options.shape}?head=eagle&says={SAYS}",
         "draft": f"random:{'tiny' if options.shape == 'tiny' else 'llama-1b'}?seed=1&says={SAYS}",
     }
     if options.part not in sources:
         return SpeculationConfig()
-    model = resolve_source(sources[options.part], options.cache)
-    proposer = "draft_model" if options.part == "draft" else "mtp"
-    most = max(LENGTHS[options.part])
-    return SpeculationConfig(proposer=proposer, num_draft_tokens=most, draft_lengths=[], model=str(model))
+    return SpeculationConfig(
+        proposer="draft_model" if options.part == "draft" else "mtp",
+        num_draft_tokens=max(LENGTHS[options.part]),
+        draft_lengths=[],
+        model=str(resolve_source(sources[options.part], options.cache)),
+        draft_vocab=(256 if options.shape == "tiny" else DRAFT_VOCAB) if options.part == "vocab" else None,
+    )
 
 
 def rank_spec(options: Options) -> RankSpec:
