@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ipc.types import SamplingParams
+from ipc.types import ModelFacts, SamplingParams
 from rose.config import RankConfig, SpeculationConfig
 from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import ALONE, Group
@@ -18,8 +18,11 @@ from rose.model_runner import ModelRunner
 from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
+from rose.speculation.heads import load_head
+from rose.speculation.protocol import Target
 from rose.weights import random
 from rose.weights.loader import load_weights
+from services.random_shapes import HEADS, SHAPES
 from services.sources import resolve_source
 from tests.rose.distributed.test_shard import Silent
 from tests.rose.speculation.replica import Replica
@@ -152,6 +155,24 @@ def test_a_model_that_always_says_the_same_and_heads_that_know_it(tmp_path: Path
     figures = replica.figures
     assert figures.num_accepted_tokens == figures.num_draft_tokens >= 2 * 15
     runner.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_every_shape_has_the_tensors_of_its_model(
+    tmp_path: Path, shape: str, head: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name and size, also of one rank of two; nothing is filled."""
+    monkeypatch.setattr(random.RandomStored, "fill", lambda stored, place, shard: None)
+    target = resolve_source(f"random:{shape}", tmp_path)
+    config, meta = read_config(target), torch.device("meta")
+    for group in (ALONE, Silent(1)):
+        if head is None:
+            load_model(target, config, GenerateTask(()), meta, torch.bfloat16, group)
+            continue
+        facts = ModelFacts(shape, "", "generate", config.vocab_size, 64, 1, 1, 1)
+        directory = resolve_source(f"random:{shape}?head={head}&says=1", tmp_path)
+        load_head(directory, Target(nn.Identity(), config, target, facts, torch.bfloat16, meta, group))
 
 
 def test_a_damaged_file_and_a_tensor_of_three_dimensions_are_refused(tmp_path: Path) -> None:
