@@ -3,7 +3,8 @@ each word anew.
 
 For byte-level BPE with the patterns below the ids of a text are those of its words, one after the other. Python's
 pattern finds the same words as the library's in texts whose characters both are known to judge alike, and that NFC
-leaves as they are: Latin and Cyrillic without combining marks, and usual punctuation. Other texts are the library's.
+leaves as they are: Latin, Greek and Cyrillic without combining marks, and usual punctuation. Other texts are the
+library's.
 """
 
 import json
@@ -24,7 +25,8 @@ _LONG = 64
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = (rf"{_WORD}|\p{{N}}|{_REST}", rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}")  # Qwen 2 and 3, Llama 3
-_BLOCKS = ((0x0, 0x24F), (0x400, 0x52F), (0x2010, 0x2027), (0x2030, 0x205E), (0x20AC, 0x20AC), (0x2122, 0x2122))
+_LETTERS = ((0x0, 0x24F), (0x370, 0x3FF), (0x400, 0x52F), (0x1E00, 0x1EFF))  # Latin, Greek, Cyrillic
+_BLOCKS = (*_LETTERS, (0x2010, 0x2027), (0x2030, 0x205E), (0x20AC, 0x20AC), (0x2122, 0x2122))
 _FOLDED = "\u017f"  # to s, where case does not count
 _SPACES = "\t\n\x0b\x0c\r \x85\xa0"  # Unicode's of these blocks; Python's \s has four more
 
