@@ -13,7 +13,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_concurrent_requests: int = 1024  # taken before tokenising; beyond: 429
     max_chunk_tokens: int = 16_384  # a larger request is split
     timeout_ms: int = 60_000  # deadline when the client names none (X-Timeout-Ms)
-    replica_wait_ms: int = 10_000  # how long a request may wait for a replica that is coming back
+    replica_wait_ms: int = 60_000  # for a replica that is coming back: longer than a model takes to start
     header_timeout_ms: int = 10_000
     body_timeout_ms: int = 30_000
     drain_timeout_ms: int = 20_000

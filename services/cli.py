@@ -67,9 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--foreground", action="store_true", help="stay, show what happens, stop on Ctrl-C")
     add("down", "finish what is under way and stop the stack")
     add("status", "show every process and whether the stack serves; exit code 1 if it does not")
-    restart = add("restart", "restart without dropping a request")
+    restart = add(
+        "restart",
+        "restart replica by replica; with a single one, requests wait until it is back (gateway.replica_wait_ms)",
+    )
     restart.add_argument("target", nargs="?", metavar="NAME|NAME/K|gateways", help="default: everything")
-    scale = add("scale", "change the number of replicas without dropping a request")
+    scale = add("scale", "change the number of replicas without dropping a request, until the stack stops")
     scale.add_argument("target", metavar="NAME=K")
     pull = add("pull", "fetch the models' files, asking hub repositories for news")
     pull.add_argument("source", nargs="?", help="one source instead of those of the configuration")

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gateway.client import RECENTLY_S
+from gateway.config import GatewayConfig
 from gateway.link import SILENCE_S
 from ipc.codec import encode
 from ipc.control import Quarantine
@@ -76,6 +78,10 @@ async def test_waiting_ends_after_a_while(make_stack: MakeStack) -> None:
     await asyncio.sleep(0.1)
     status, body = await stack.embed()
     assert (status, body["error"]["code"]) == (503, "not_ready")
+
+
+def test_requests_wait_as_long_as_a_replica_is_expected_back() -> None:
+    assert GatewayConfig().replica_wait_ms == RECENTLY_S * 1000
 
 
 async def test_a_model_that_never_was_there_is_refused_at_once(make_stack: MakeStack, tiny_dir: Path) -> None:
