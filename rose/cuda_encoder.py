@@ -210,10 +210,11 @@ class CudaEncoder:
             self._encoder.forward(key, self._attend_once(key, offsets))
 
         run()  # compiles, and makes what stays
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        run()
+        step_bytes = torch.cuda.memory_reserved() - before  # with what lies unused between tensors
         launch_ms, device_ms = _time_launch(run)
-        step_bytes = torch.cuda.max_memory_allocated() - before
         crossover = padded_tokens(int(CROSSOVER_MARGIN * num_tokens * launch_ms / device_ms) + 1)
         return crossover, CudaGraphMemory(step_bytes)
 

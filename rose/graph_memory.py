@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-SLACK = 1.125  # of a step's peak: the allocator rounds up, and what lies between may be of no use
+SLACK = 1.125  # of what a step took: after other steps the allocator may have to divide memory in another way
 
 
 class GraphMemory(Protocol):
@@ -33,7 +33,7 @@ class UnboundedMemory:
 
 
 class CudaGraphMemory:
-    """`step_bytes`: what the largest step takes beyond all that stays, at its peak. One for a process and device."""
+    """`step_bytes`: what the largest step takes of the device beyond all that stays. One for a process and device."""
 
     def __init__(self, step_bytes: int) -> None:
         self._step_bytes = int(step_bytes * SLACK)
