@@ -102,8 +102,8 @@ def accept(num_rows: int, k: int) -> None:
         kept_rows = kept(logits, sampler.state, each, needs)
         probabilities = zeros(num_rows, k, 128256, dtype=torch.float32)
         accept_drawn(kept_rows, sampler.state, DrawnAt(each, each, starts), drafts, counts, probabilities)
-        sampler.draw_drafts(logits, each, each, each, needs=needs)
-    sampler.draw_drafts(logits, each, each, each, needs=Needs())
+        sampler.draw_drafts(logits, each, each, each, needs=needs, probabilities=logits)
+    sampler.draw_drafts(logits, each, each, each, needs=Needs(), probabilities=logits)
 
 
 def propose(max_model_len: int, num_rows: int, k: int) -> None:

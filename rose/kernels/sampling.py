@@ -32,9 +32,15 @@ class TritonOps:
         return choose(logits, state, slots, positions, needs)
 
     def draw_drafts(
-        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor]:
-        return draw_drafts(logits, state, slots, positions, needs)
+        self,
+        logits: Tensor,
+        state: SamplingSlots,
+        slots: Tensor,
+        positions: Tensor,
+        needs: Needs,
+        probabilities: Tensor,
+    ) -> Tensor:
+        return draw_drafts(logits, state, slots, positions, needs, probabilities)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         return token_logprobs(logits, tokens, count)

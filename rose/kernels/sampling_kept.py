@@ -125,7 +125,8 @@ def tile_of(sums_ptr, target, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _probabilities_kernel(
-    logits_ptr, numbers_ptr, q_ptr, sums_ptr, row_stride, num_tiles, vocab_size, TILE: tl.constexpr, PDL: tl.constexpr
+    logits_ptr, numbers_ptr, q_ptr, sums_ptr, row_stride, q_stride, num_tiles, vocab_size,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)
@@ -137,7 +138,7 @@ def _probabilities_kernel(
     w = tl.where(inside, kept_weights(x, column, numbers_ptr + row * NUMBERS), 0)
     total = tl.load(numbers_ptr + row * NUMBERS + TOTAL)
     q = (w.to(tl.float64) / total.to(tl.float64)).to(tl.float32)
-    tl.store(q_ptr + row * vocab_size + column, q, mask=inside)
+    tl.store(q_ptr + row * q_stride + column, q, mask=inside)
     tl.store(sums_ptr + row * num_tiles + tile, tl.sum(w, axis=0))
 
 
@@ -176,19 +177,21 @@ def kept(logits: Tensor, state: SamplingSlots, slots: Tensor, needs: Needs) -> K
 
 
 def draw_drafts(
-    logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
-) -> tuple[Tensor, Tensor]:
-    """See rose.sampling.sampler.SamplingOps: int32 [R], float32 [R, V]."""
+    logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs, probabilities: Tensor
+) -> Tensor:
+    """See rose.sampling.sampler.SamplingOps: int32 [R]; probabilities' rows are contiguous each."""
+    assert probabilities.stride(1) == 1, "rows are read as dense"
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
     numbers = kept(logits, state, slots, needs).numbers
-    probabilities, tokens = logits.new_empty(num_rows, vocab_size), torch.empty_like(positions)
+    tokens = torch.empty_like(positions)
     sums = numbers.new_empty(num_rows, num_tiles)
     _probabilities_kernel[(num_rows, num_tiles)](
-        logits, numbers, probabilities, sums, logits.stride(0), num_tiles, vocab_size, TILE=TILE, **pdl(logits), **EXACT
-    )
+        logits, numbers, probabilities, sums, logits.stride(0), probabilities.stride(0), num_tiles, vocab_size,
+        TILE=TILE, **pdl(logits), **EXACT,
+    )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, slots, positions, state.table, numbers, sums, tokens, logits.stride(0), num_tiles, state.max_num_seqs,
         vocab_size, TILES=next_power_of_2(num_tiles), TILE=TILE, **pdl(logits), **EXACT,
     )  # fmt: skip
-    return tokens, probabilities
+    return tokens

@@ -73,14 +73,20 @@ class TorchOps:
         return tokens.int()
 
     def draw_drafts(
-        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        logits: Tensor,
+        state: SamplingSlots,
+        slots: Tensor,
+        positions: Tensor,
+        needs: Needs,
+        probabilities: Tensor,
+    ) -> Tensor:
         weight = row_weights(logits, state, slots, needs)
         seeds = state.table[state.lines(slots)]
         high, low = uniform_bits(seeds[:, SEED_LOW], seeds[:, SEED_HIGH], positions, STREAM_DRAFT)
         total = weight.sum(1)
-        tokens = draw(weight, high, low, torch.zeros_like(total)).int()
-        return tokens, (weight.double() / total[:, None]).float()
+        probabilities.copy_(weight.double() / total[:, None])
+        return draw(weight, high, low, torch.zeros_like(total)).int()
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         logits = without_nan(logits)

@@ -44,9 +44,16 @@ class SamplingOps(Protocol):
         ...
 
     def draw_drafts(
-        self, logits: Tensor, state: SamplingSlots, slots: Tensor, positions: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor]:
-        """int32 [R]: the token drawn from each row of adjusted logits by STREAM_DRAFT; float32 [R, V]: from what."""
+        self,
+        logits: Tensor,
+        state: SamplingSlots,
+        slots: Tensor,
+        positions: Tensor,
+        needs: Needs,
+        probabilities: Tensor,
+    ) -> Tensor:
+        """int32 [R]: the token drawn from each row of adjusted logits by STREAM_DRAFT, and to `probabilities`, float32
+        [R, V], what from."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,12 +167,13 @@ class Sampler:
         num_output: Tensor,
         *,
         needs: Needs,
+        probabilities: Tensor,
         before: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `draw`, from the same distribution by other random numbers (STREAM_DRAFT); and that distribution, float32
-        [R, V]. Logits may be overwritten."""
+    ) -> Tensor:
+        """As `draw`, from the same distribution by other random numbers (STREAM_DRAFT); that distribution is written to
+        `probabilities`, float32 [R, V], whose rows are contiguous. Logits may be overwritten."""
         changed = self.adjusted(logits, slots, num_output, needs=needs, before=before, keep=False)
-        return self._ops.draw_drafts(changed, self.state, slots, positions, needs)
+        return self._ops.draw_drafts(changed, self.state, slots, positions, needs, probabilities)
 
     def probabilities(
         self,

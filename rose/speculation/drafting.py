@@ -41,7 +41,8 @@ class Draws:
         if not self._sampled:
             self._needs = self._needs._replace(random=False, truncation=False)
         self._tokens: list[Tensor] = []
-        self._probabilities: list[Tensor] = []
+        self._length = rows.length
+        self._probabilities: Tensor | None = None
 
     def add(self, logits: Tensor) -> Tensor:
         """The next draft of every row, int32 [R], by logits float32 [R, V], which may be overwritten."""
@@ -49,10 +50,12 @@ class Draws:
         before = torch.stack(self._tokens, 1) if place and self._needs.penalties else None
         positions, num_output = self._found.next_positions[place], self._found.num_output[place]
         if self._sampled:
-            tokens, probabilities = self._sampler.draw_drafts(
-                logits, self._slots, positions, num_output, needs=self._needs, before=before
-            )
-            self._probabilities.append(probabilities)
+            if self._probabilities is None:
+                self._probabilities = logits.new_empty(len(logits), self._length, logits.shape[1])
+            tokens = self._sampler.draw_drafts(
+                logits, self._slots, positions, num_output,
+                needs=self._needs, probabilities=self._probabilities[:, place], before=before,
+            )  # fmt: skip
         else:
             tokens = self._sampler.draw(
                 logits, self._slots, positions, num_output, needs=self._needs, before=before
@@ -62,13 +65,9 @@ class Draws:
 
     def drafts(self) -> Drafts:
         """All of them."""
-        probabilities = _side_by_side(self._probabilities) if self._sampled else None
-        return Drafts(_side_by_side(self._tokens), self._found.limits, probabilities)
-
-
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    """[R, ...] each -> [R, k, ...]."""
-    return parts[0][:, None] if len(parts) == 1 else torch.stack(parts, 1)
+        tokens = self._tokens
+        side_by_side = tokens[0][:, None] if len(tokens) == 1 else torch.stack(tokens, 1)
+        return Drafts(side_by_side, self._found.limits, self._probabilities)
 
 
 def use_device_layers(model: nn.Module, device: torch.device) -> None:

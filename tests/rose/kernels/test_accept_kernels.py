@@ -110,10 +110,11 @@ def test_what_drafts_are_drawn_from(truncation: bool, max_listed: int, monkeypat
     case, found = make_case(num_rows, 1, truncation=truncation), []
     for ops, device in ((TorchOps(), torch.device("cpu")), (TritonOps(), DEVICE)):
         sampler = make_sampler(num_rows, ops, device)
-        tokens, q = sampler.draw_drafts(
+        q = torch.empty(num_rows, 2, VOCAB, device=device)[:, 1]
+        tokens = sampler.draw_drafts(
             *(x.to(device) for x in (case.others[:, 0].contiguous(), case.slots, case.positions, case.positions)),
-            needs=case.needs,
-        )
+            needs=case.needs, probabilities=q,
+        )  # fmt: skip
         found.append((tokens.cpu(), q.cpu()))
     (expected, p), (tokens, q) = found
     assert torch.equal(tokens, expected)
@@ -132,12 +133,15 @@ def test_drawn(truncation: bool) -> None:
     positions = case.positions[spans.rows] + spans.offsets.int()
     places = Places(slots, positions, positions, spans)
     reference = make_sampler(num_rows, TorchOps(), torch.device("cpu"))
+    q = torch.empty(num_rows, k, VOCAB)
     drawn = [
-        reference.draw_drafts(case.others[:, i].contiguous(), case.slots, case.positions + i, case.positions,
-                              needs=case.needs)
+        reference.draw_drafts(
+            case.others[:, i].contiguous(), case.slots, case.positions + i, case.positions,
+            needs=case.needs, probabilities=q[:, i],
+        )
         for i in range(k)
     ]  # fmt: skip
-    drafts, q = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
+    drafts = torch.stack(drawn, 1)
     flat = case.logits.flatten(0, 1)
     expected = verify(reference, flat.clone(), places, drafts, counts, q, needs=case.needs)
     sampler = make_sampler(num_rows, TritonOps(), DEVICE)

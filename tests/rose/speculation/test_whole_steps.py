@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,12 +119,13 @@ def test_waits_are_noticed() -> None:
 @pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_graph_of_a_step_does_what_the_step_does(
-    directory: Path, kind: str, params: tuple[SamplingParams, ...], settings: dict[str, str], k: int
+    directory: Path, kind: str, params: tuple[SamplingParams, ...], settings: dict[str, Any], k: int
 ) -> None:
     """The whole step captured once, replayed from state to state; and nothing in a step waits."""
     if kind == "n_gram" and settings:
         pytest.skip("it draws nothing, and has no head")
-    plain, world = (World(directory, kind, way="kernels", device=DEVICE, params=params, **settings) for _ in range(2))
+    settings = {"way": "kernels", "device": DEVICE, "params": params, "dtype": torch.bfloat16} | settings
+    plain, world = (World(directory, kind, **settings) for _ in range(2))
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         for each in (plain, world):
             each.step(k)  # kernels are compiled, libraries find their memory
