@@ -94,8 +94,7 @@ def table_module(tables: Mapping[str, Table], source: str) -> str:
     lines = [
         f'    ("{PROPOSERS[part]}", "cuda"): {tuple(table)!r},\n' for part, table in tables.items() if part in PROPOSERS
     ]
-    kind = "Mapping[tuple[str, str], tuple[tuple[int, int], ...]]"
-    return f"{beginning}MEASURED: {kind} = {{  # {source}\n{''.join(lines)}}}\n"
+    return f"{beginning}MEASURED: Tables = {{\n    # {source}\n{''.join(lines)}}}\n"
 
 
 def main() -> None:

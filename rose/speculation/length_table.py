@@ -5,4 +5,6 @@ Written by `python -m bench.micro.draft_lengths RESULT.json --write`. Each pair:
 
 from collections.abc import Mapping
 
-MEASURED: Mapping[tuple[str, str], tuple[tuple[int, int], ...]] = {}
+Tables = Mapping[tuple[str, str], tuple[tuple[int, int], ...]]
+
+MEASURED: Tables = {}
