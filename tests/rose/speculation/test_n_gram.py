@@ -13,6 +13,7 @@ from rose.slots import Slots
 from rose.speculation.n_gram import MAX_TOKENS, MIN_TOKENS, NGram
 from rose.speculation.protocol import DraftRows
 from tests.rose.speculation.matrix import Matrix, make_runner
+from tests.rose.speculation.whole_steps import Way, going
 from tests.rose.tiny_lm import write_llama
 
 FACTS = ModelFacts(
@@ -46,7 +47,15 @@ def propose(sequences: list[list[int]], k: int, limits: list[int]) -> list[list[
     return [row[:count] for row, count in zip(drafts.tokens.tolist(), drafts.counts.tolist(), strict=True)]
 
 
-def test_against_a_plain_search() -> None:
+@pytest.mark.parametrize("way", ["torch", "kernels"])
+def test_against_a_plain_search(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels look at parts of a sequence, here several."""
+    monkeypatch.setattr("rose.kernels.n_gram._PART", 16)
+    with going(way):
+        check_against_a_plain_search()
+
+
+def check_against_a_plain_search() -> None:
     draw = random.Random(5)
     for vocab_size in (2, 3, 6, 40):
         sequences = [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 60))] for _ in range(8)]
