@@ -19,6 +19,7 @@ from rose.cuda_decoder import CudaDecoder
 from rose.cuda_decoder_load import load_cuda_decoder, load_source
 from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import ALONE
+from rose.kernels.sampling import TritonOps
 from rose.kv_cache import KVShape
 from rose.largest_steps import Trial, most_drafts, run_largest_prompts, run_largest_verify
 from rose.layers.kernel_layers import use_kernels
@@ -37,6 +38,7 @@ from tests.rose.speculation.checked import Checked, check_drafts
 from tests.rose.speculation.matrix import GRAMMAR
 from tests.rose.speculation.replica import Answer, Jobs, Replica
 from tests.rose.speculation.test_models_that_draft import configure
+from tests.rose.speculation.whole_steps import going
 from tests.rose.tiny_lm import EOS_TOKEN_ID, VOCAB_SIZE, write_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter and a stream on the host")
@@ -122,7 +124,8 @@ def checked_runner(target: Target, config: SpeculationConfig, **sizes: Any) -> I
         loads = {name: check_drafts(load, opened, target.texts) for name, load in registry.PROPOSERS.items()}
         patch.setattr(registry, "PROPOSERS", {**loads, "n_gram": registry.PROPOSERS["n_gram"]})
         runner = load(target.directory, RankConfig(speculation=config, **SIZES | sizes))
-    yield runner, opened[-1] if opened else None
+    with going("kernels"):
+        yield runner, opened[-1] if opened else None
     runner.close()
 
 
@@ -153,6 +156,23 @@ def test_drafts_pause_and_lapse_with_the_batch(target: Target, tmp_path: Path, k
         keys = [(key.kind, key.q, key.backend.endswith("+lapse")) for key in decoder_of(runner).graphs.keys]
     assert checked.num_checked > 0
     assert {("verify", 3, False), ("decode", 1, True)} <= set(keys)
+
+
+def test_drafts_that_are_drawn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone a sequence is drafted for at the same places, so draw for draw it is what a CPU gives; all by kernels."""
+    config = speculation(tmp_path, target, "another model", 3, draft_sampling="sampled")
+    job = target.jobs[0][0], SamplingParams(temperature=1.0, seed=9, max_tokens=12, ignore_eos=True)
+    cpu = ModelRunner(DecoderLoader("tiny", target.directory, RankConfig(speculation=config, **SIZES)))
+    cpu.load()
+    expected = Replica(cpu)
+    answer = expected.run([job], random.Random(0))[0]
+    cpu.close()
+    monkeypatch.setattr("rose.sampling.sampler._default_ops", lambda _: TritonOps())
+    with going("kernels"):
+        replica = Replica(load(target.directory, RankConfig(speculation=config, **SIZES)))
+        assert replica.run([job], random.Random(0))[0].same(answer)
+    assert replica.figures.num_accepted_at == expected.figures.num_accepted_at
+    assert 0 < replica.figures.num_accepted_tokens < replica.figures.num_draft_tokens
 
 
 def test_steps_with_a_grammar(target: Target, tmp_path: Path) -> None:
