@@ -4,6 +4,7 @@ Every failure names file and line.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -207,3 +208,12 @@ for name in sys.argv[1:]:
 sys.exit(f"cannot be imported alone: {', '.join(failed)}" if failed else 0)
 """
     run_python(code, *[name for name in modules(*PACKAGES) if not name.endswith("__main__")])
+
+
+@pytest.mark.parametrize(
+    "readme", [path for package in PACKAGES for path in sorted((ROOT / package).rglob("README.md"))], ids=str
+)
+def test_a_readme_names_every_module_beside_it(readme: Path) -> None:
+    words = set(re.findall(r"\w+", readme.read_text(encoding="utf-8")))
+    modules = {path.stem for path in readme.parent.glob("*.py")} - {"__init__"}
+    assert not modules - words, f"{readme} says nothing of {', '.join(sorted(modules - words))}"
