@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-TORCH  ?= torch==2.13.0   # the CPU build; set TORCH=torch on a GPU machine with its own build
+# Which build of torch that is, CPU or CUDA, is decided by where pip looks: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may name
+# CPU builds (torch==2.13.0+cpu), which pip then prefers, and TORCH may be the path of a wheel. See README.md.
+TORCH  ?= torch==2.13.0
 
 .PHONY: serve demo test test-long lint types unit integration bench clean
 
@@ -40,9 +42,9 @@ $(VENV)/bin/python:
 		{ echo "Bouquet needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first: named alone, pip takes the CPU build instead of gigabytes of CUDA
+# torch first, and by itself: what comes after it takes the build that is there
 $(VENV)/.torch: $(VENV)/bin/python
-	@echo "installing torch, once (some 200 MB)"
+	@echo "installing $(TORCH), once (a CPU build has some 200 MB, a CUDA build with its libraries gigabytes)"
 	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	@touch $@
 

@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--config", metavar="FILE", help="default: $BOUQUET_CONFIG, else bouquet.toml")
+    where = "default: $BOUQUET_CONFIG, else ./bouquet.toml, else the project's"
+    common.add_argument("--config", metavar="FILE", help=where)
     common.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
     common.add_argument("--run-dir", metavar="DIR", type=Path, help="default: run_dir of the configuration")
     parser = argparse.ArgumentParser(prog="bouquet", description="Runs a stack that serves models for search.")
@@ -76,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     scale.add_argument("target", metavar="NAME=K")
     pull = add("pull", "fetch the models' files, asking hub repositories for news")
     pull.add_argument("source", nargs="?", help="one source instead of those of the configuration")
-    add("check", "say what is wrong with the configuration and the models' files")
+    add("check", "say what is wrong with the configuration and the models' files, fetched if they are not there")
     return parser
 
 

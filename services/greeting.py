@@ -25,7 +25,7 @@ def greeting(config: ServiceConfig) -> str:
             lines += _curl(base, "/v1/rerank", {"model": model.name, "query": QUERY, "documents": DOCUMENTS})
         if task == "generate":
             messages = [{"role": "user", "content": QUESTION}]
-            body = {"model": model.name, "messages": messages, "max_tokens": 64, "stream": True}
+            body = {"model": model.name, "messages": messages, "max_tokens": 64, "temperature": 0, "stream": True}
             lines += _curl(base, "/v1/chat/completions", body, "-sN")
     return "\n".join([*lines, f"  curl -s {base}/v1/models", ""])
 

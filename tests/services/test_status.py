@@ -106,4 +106,5 @@ def test_a_language_model(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch
     assert "BertModel, generate, float32, 64 blocks of 16 tokens, 256 tokens, cpu" in said[0]
     text = greeting.greeting(config)
     assert text.count("curl -sN http://127.0.0.1:1/v1/chat/completions") == 2
+    assert text.count('"temperature": 0') == 2
     assert "/v1/embeddings" not in text
