@@ -185,6 +185,22 @@ def test_steps_with_a_grammar(target: Target, tmp_path: Path) -> None:
         assert replica.figures.num_accepted_tokens > 0
 
 
+def test_a_row_that_is_not_finite_fails_alone(target: Target) -> None:
+    """Both rows fill their step up beyond their only block, where what one writes the other reads."""
+    beginning = [
+        (target.jobs[0][0][:length], SamplingParams(temperature=0.0, max_tokens=16 - length)) for length in (13, 14)
+    ]
+    good = Target(target.directory, beginning[:1])
+    bad = beginning[1][0], replace(beginning[1][1], logit_bias={7: 100.0})
+    config = SpeculationConfig(proposer="n_gram", num_draft_tokens=3)
+    with checked_runner(good, config, max_num_batched_tokens=32) as (runner, _):
+        decoder_of(runner)._static._model.model.embed_tokens.weight[7] = float("nan")  # type: ignore[attr-defined]
+        answer, failed = Replica(runner).run([good.jobs[0], bad], random.Random(1), arrival=1.0)
+    good.check([answer])
+    assert failed.tokens == [7]
+    assert failed.end not in ("stop", "length")
+
+
 class Failed:
     """A step that raised before it was launched, told as the worker tells it: when it is asked for."""
 
