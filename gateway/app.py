@@ -11,7 +11,7 @@ from gateway import health
 from gateway.client import SchedulerClient
 from gateway.config import GatewayConfig
 from gateway.dialects.registry import DIALECTS
-from gateway.front import Front, Route
+from gateway.front import ANYTHING, Front, Route
 from gateway.handlers import task_handler
 from gateway.link import Sender
 from gateway.metrics import Metrics
@@ -25,6 +25,7 @@ from ipc.types import new_incarnation
 Log = Callable[..., None]
 ROUTES = {dialect.route: Route("POST", task_handler(dialect)) for dialect in DIALECTS} | {
     "/v1/models": Route("GET", health.models),
+    f"{health.MODELS}{ANYTHING}": Route("GET", health.model),
     "/health/live": Route("GET", health.live),
     "/health/ready": Route("GET", health.ready),
     "/metrics": Route("GET", health.metrics),

@@ -86,12 +86,14 @@ class ChatTemplate:
         (`enable_thinking`). Raises InvalidRequest: no template, or one that refuses the messages."""
         if not self._templates:
             raise InvalidRequest(
-                "this model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory",
+                "messages need a chat template, which this model lacks: use /v1/completions, or put a "
+                "chat_template.jinja into its directory",
                 param="messages",
             )
         if taken := kwargs.keys() & {*_OURS, *self._variables, *self._functions}:
             name = min(taken)
-            raise InvalidRequest(f"{name} cannot be set for a template", param=f"chat_template_kwargs.{name}")
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{param} cannot be set; leave it out", param=param)
         default = self._templates.get("default") or next(iter(self._templates.values()))
         template = self._templates.get("tool_use", default) if tools else default
         values = {"messages": [_for_template(message) for message in messages], "tools": tools or None}

@@ -38,7 +38,7 @@ def encode_score(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Enco
 def _encode_both_sides(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:
     query_field, document_field, joined_field = task.fields
     if task.joined:
-        text = f"{model.name!r} is an embedding model: it scores two texts, not joined token ids"
+        text = f"pairs: {model.name!r} is an embedding model, which scores two texts, not joined token ids"
         raise InvalidRequest(text, param=joined_field)
     prompts = model.prompts
     queries = _sequences(query_field, task.queries, prompts.first(QUERY_PROMPTS), task.truncate, model, facts)
@@ -94,8 +94,7 @@ def _encode_template(task: ScoreTask, model: ServedModel, template: RerankTempla
     for q, d in task.pairs:
         document = task.documents[d]
         if not isinstance(document, str):
-            text = f"token ids of single texts do not fit the template of {model.name!r}; send text or joined token ids"
-            raise InvalidRequest(text, param=place(task.fields[1], d))
+            raise _needs_text(place(task.fields[1], d), model)
         texts.append(heads[q] + document)
     if task.truncate:
         bodies = model.tokenizer.encode_cut(texts, room)
@@ -112,14 +111,19 @@ def _heads(task: ScoreTask, model: ServedModel, room: int) -> list[str]:
     heads = []
     for i, query in enumerate(task.queries):
         if not isinstance(query, str):
-            text = f"token ids of single texts do not fit the template of {model.name!r}; send text or joined token ids"
-            raise InvalidRequest(text, param=place(task.fields[0], i))
+            raise _needs_text(place(task.fields[0], i), model)
         heads.append(reranker_head(query, task.instruction))
     for i, ids in enumerate(model.tokenizer.encode_cut(heads, room)):
         if len(ids) >= room:
-            text = f"the query leaves no room for a document: with its instruction it may have {room - 1} tokens"
-            raise InvalidRequest(text, param=place(task.fields[0], i), code="context_length_exceeded")
+            name = place(task.fields[0], i)
+            text = f"{name} leaves no room for a document: with its instruction it may have {room - 1} tokens"
+            raise InvalidRequest(text, param=name, code="context_length_exceeded")
     return heads
+
+
+def _needs_text(name: str, model: ServedModel) -> InvalidRequest:
+    text = f"{name} has token ids, which do not fit the template of {model.name!r}; send text, or pairs of joined ids"
+    return InvalidRequest(text, param=name)
 
 
 def _sequences(

@@ -14,6 +14,7 @@ from gateway.stream import EVENTS, EventStream
 
 Handler = Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]
 UNKNOWN = "/{path}"  # in the metrics: no text of a client
+ANYTHING = "{name}"  # at the end of a route: any text that is not empty, slashes and all
 
 
 class Route(Struct, frozen=True):
@@ -31,12 +32,13 @@ class Front:
         self._methods = {path: route.method for path, route in routes.items()}
         self._handlers = {(route.method, path): route.handler for path, route in routes.items()}
         self._handlers |= {("HEAD", path): route.handler for path, route in routes.items() if route.method == "GET"}
+        self._open = [(path.removesuffix(ANYTHING), path) for path in routes if path.endswith(ANYTHING)]
         self._log = log
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         start = time.perf_counter()
         gateway, metrics = self._gateway, self._gateway.metrics
-        path = request.rel_url.path_safe
+        path = self._route(request.rel_url.path_safe)
         handler = self._handlers.get((request.method, path))
         route = UNKNOWN if handler is None else path
         told: GatewayError | None = None
@@ -65,6 +67,12 @@ class Front:
         status = response.status if told is None else kind_of(told).status  # a stream's is 200 even if it fails later
         metrics.count_request(route, status, time.perf_counter() - start)
         return response
+
+    def _route(self, path: str) -> str:
+        """The route that `path` belongs to, or `path`."""
+        if path in self._methods:
+            return path
+        return next((route for start, route in self._open if path.startswith(start) and path != start), path)
 
 
 def _no_route(request: web.BaseRequest, allowed: str | None) -> Answer:

@@ -51,7 +51,7 @@ def check_model(call: Call, task: GenerateTask) -> None:
         text = f"{name!r} does not generate text; it is a model for {facts.task}"
         raise InvalidRequest(text, param="model")
     if call.model.generator is None:
-        text = f"the tokenizer of {name!r} cannot turn tokens into text one by one, so it cannot be used here"
+        text = f"the tokenizer of model {name!r} cannot turn tokens into text one by one, so it cannot be used here"
         raise InvalidRequest(text, param="model")
     sampling = task.sampling
     if sampling.logprobs is not None and sampling.logprobs > facts.max_logprobs:

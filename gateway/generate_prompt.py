@@ -118,7 +118,7 @@ def _cut_behind(segments: list[Segment], content: str) -> list[Segment]:
         at = segments[i].text.rfind(content)
         if at >= 0 and not segments[i].special:
             return [*segments[:i], Segment(segments[i].text[: at + len(content)], False)]
-    text = "the model's chat template does not show the last message as it is, so it cannot be continued"
+    text = "continue_final_message: the model's chat template does not show the last message as it is"
     raise InvalidRequest(text, param="continue_final_message")
 
 

@@ -5,12 +5,15 @@ import json
 from aiohttp import web
 
 from gateway.answer import Answer
-from gateway.dialects.openai import render_models
+from gateway.dialects.openai import render_model, render_models
 from gateway.encode import token_limit
 from gateway.errors import NotReady
 from gateway.metrics import render
+from gateway.models import ServedModel
 from gateway.state import Gateway
 from ipc.control import ProcessStats
+
+MODELS = "/v1/models/"
 
 
 async def live(gateway: Gateway, request: web.BaseRequest) -> Answer:
@@ -61,9 +64,16 @@ async def metrics(gateway: Gateway, request: web.BaseRequest) -> Answer:
 
 
 async def models(gateway: Gateway, request: web.BaseRequest) -> Answer:
-    lengths: dict[str, int | None] = {}
-    for name, model in gateway.models.items():
-        facts = gateway.client.known_facts(name)
-        lengths[name] = model.max_seq_length if facts is None else token_limit(model, facts)
-    body = render_models(sorted(gateway.models), gateway.started_at, lengths)
-    return Answer(body)
+    lengths = {name: _max_len(gateway, model) for name, model in sorted(gateway.models.items())}
+    return Answer(render_models(lengths, gateway.started_at))
+
+
+async def model(gateway: Gateway, request: web.BaseRequest) -> Answer:
+    """One of them. Raises UnknownModel."""
+    name = request.path.removeprefix(MODELS)
+    return Answer(render_model(name, _max_len(gateway, gateway.model(name)), gateway.started_at))
+
+
+def _max_len(gateway: Gateway, model: ServedModel) -> int | None:
+    facts = gateway.client.known_facts(model.name)
+    return model.max_seq_length if facts is None else token_limit(model, facts)

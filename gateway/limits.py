@@ -30,7 +30,7 @@ class Admission:
     def __enter__(self) -> None:
         """Raises Overloaded."""
         if self.in_use >= self._limit:
-            text = f"{self._limit} requests are being worked on already; try again later"
+            text = f"this gateway process has its {self._limit} requests (max_concurrent_requests); try again later"
             raise Overloaded(text, retry_after_ms=RETRY_AFTER_MS)
         self.in_use += 1
 
@@ -121,7 +121,7 @@ def check_choices(task: GenerateTask, config: GatewayConfig) -> None:
     """Raises InvalidRequest."""
     if task.num_choices > config.max_choices:
         param = "n" if task.n > 1 else "prompt"
-        text = f"the request asks for {task.num_choices} generations; at most {config.max_choices} are allowed in one"
+        text = f"{param} makes it {task.num_choices} generations; at most {config.max_choices} are allowed in a request"
         raise InvalidRequest(text, param=param)
     if len(task.stop) > config.max_stop_strings:
         text = f"stop has {len(task.stop)} strings; at most {config.max_stop_strings} are allowed"

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.client import SchedulerClient
 from gateway.config import GatewayConfig
+from gateway.errors import UnknownModel
 from gateway.limits import Admission
 from gateway.metrics import Metrics
 from gateway.models import ServedModel
@@ -30,3 +31,11 @@ class Gateway:
         self.admission = Admission(config.max_concurrent_requests)
         self.draining = False
         self.started_at = int(time.time())
+
+    def model(self, name: str) -> ServedModel:
+        """Raises UnknownModel."""
+        model = self.models.get(name)
+        if model is None:
+            known = ", ".join(sorted(self.models))
+            raise UnknownModel(f"no model {name[:100]!r} here; there is: {known}", param="model")
+        return model

@@ -108,7 +108,7 @@ class Grammars:
         if choice.mode in ("none", "auto"):
             return None
         if form is None:
-            text = "calls cannot be forced: this model's chat template teaches no format of calls that is known here"
+            text = "tool_choice cannot force calls: this model's chat template teaches no format of them that is known"
             raise InvalidRequest(text, param="tool_choice", code="unsupported")
         named = choice.mode == "named"
         chosen = [tool for tool in tools if not named or tool.name == choice.name]

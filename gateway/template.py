@@ -23,7 +23,9 @@ class Prompts(Struct, frozen=True):
             return self.texts.get(self.default, "") if self.default else ""
         if name not in self.texts:
             known = ", ".join(sorted(self.texts)) or "none"
-            raise InvalidRequest(f"the model has no prompt {name!r} (it has: {known})", param="prompt_name")
+            raise InvalidRequest(
+                f"prompt_name is {name[:100]!r}; the model's prompts are: {known}", param="prompt_name"
+            )
         return self.texts[name]
 
     def first(self, names: tuple[str, ...]) -> str:

@@ -34,7 +34,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
         place = f"tools[{i}].function"
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise InvalidRequest('a tool is {"type": "function", "function": {…}}', param=f"tools[{i}]")
+            text = f'tools[{i}] must be {{"type": "function", "function": {{…}}}}'
+            raise InvalidRequest(text, param=f"tools[{i}]")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             text = f"{place}.name must be 1 to 64 letters, digits, underscores, dots or dashes"
@@ -65,7 +66,8 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Too
             return ToolChoice("required")
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in (tool.name for tool in tools):
-                raise InvalidRequest(f"tools has no function {name[:64]!r}", param="tool_choice.function.name")
+                param = "tool_choice.function.name"
+                raise InvalidRequest(f"{param} is {name[:64]!r}, which is not among the tools", param=param)
             return ToolChoice("named", name)
     text = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
     raise InvalidRequest(text, param="tool_choice")

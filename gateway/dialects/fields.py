@@ -1,7 +1,6 @@
-"""What dialects share in reading a body: decoding with the field's name in the error, and texts in all their forms."""
+"""What dialects share in reading a body: fields that are refused by name, and texts in all their forms."""
 
-import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -9,36 +8,10 @@ from msgspec import Meta, Raw, Struct
 from gateway.errors import InvalidRequest
 from gateway.tasks import Text
 
-T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Texts = str | list[str | TokenId | list[TokenId]]
 
 _NAMES: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
-_NOT_A_NUMBER = re.compile(rb'"(?P<name>\w{1,64})"\s*:\s*[-+]?(?:NaN|Infinity)\b')
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$")
-_INNER = re.compile(r"(?:missing required|unknown) field `(?P<name>.*?)`")
-
-
-def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Raises InvalidRequest; `param` is the path of the field at fault."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        path = _PATH.search(text)
-        inner = _INNER.search(text)
-        names = [match for match in (path and path["path"], inner and inner["name"]) if match]
-        raise InvalidRequest(_PATH.sub("", text), param=".".join(names) or None) from None
-    except msgspec.DecodeError as error:
-        if found := _NOT_A_NUMBER.search(body):  # what some clients make of a number that is none
-            name = found["name"].decode()
-            text = f"{name} is not a number; leave it out or give one"
-            raise InvalidRequest(text, param=name, code="invalid_json") from None
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except UnicodeDecodeError:
-        raise InvalidRequest("the body is not valid JSON: it is not UTF-8", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
 
 
 def refuse_unsupported(body: Any, names: tuple[str, ...]) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from gateway.dialects.fields import Texts, decode, read_texts, refuse_unsupported
+from gateway.dialects.decode import decode
+from gateway.dialects.fields import Texts, read_texts, refuse_unsupported
 from gateway.errors import InvalidRequest
 from gateway.tasks import EmbedOutcome, EmbedTask
 from ipc.types import OutputSpec, VectorDType
@@ -82,9 +83,15 @@ def render_embeddings(task: EmbedTask, outcome: EmbedOutcome) -> bytes:
     )
 
 
-def render_models(names: list[str], created: int, max_lengths: dict[str, int | None]) -> bytes:
-    data = [
-        {"id": name, "object": "model", "created": created, "owned_by": "bouquet", "max_model_len": max_lengths[name]}
-        for name in names
-    ]
+def render_models(max_lengths: dict[str, int | None], created: int) -> bytes:
+    """The list of models, in the order of `max_lengths`."""
+    data = [_model(name, max_len, created) for name, max_len in max_lengths.items()]
     return orjson.dumps({"object": "list", "data": data})
+
+
+def render_model(name: str, max_len: int | None, created: int) -> bytes:
+    return orjson.dumps(_model(name, max_len, created))
+
+
+def _model(name: str, max_len: int | None, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "bouquet", "max_model_len": max_len}

@@ -6,7 +6,8 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from gateway.dialects.fields import decode, refuse_unknown
+from gateway.dialects.decode import decode
+from gateway.dialects.fields import refuse_unknown
 from gateway.dialects.openai_messages import Message, read_messages
 from gateway.dialects.openai_sampling import (
     Positive,

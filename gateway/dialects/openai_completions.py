@@ -6,7 +6,8 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from gateway.dialects.fields import Texts, decode, read_texts, refuse_unknown
+from gateway.dialects.decode import decode
+from gateway.dialects.fields import Texts, read_texts, refuse_unknown
 from gateway.dialects.openai_sampling import (
     SamplingBody,
     read_include_usage,

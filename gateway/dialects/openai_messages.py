@@ -105,7 +105,7 @@ def _read_content(place: str, message: Message) -> str:
     for i, part in enumerate(content):
         name = f"{place}.content[{i}]"
         if part.type != "text":
-            text = f"{name} is of the type {part.type[:50]!r}; this model takes text only"
+            text = f"{name}.type is {part.type[:50]!r}; this model takes text only"
             raise InvalidRequest(text, param=f"{name}.type", code="unsupported")
         if part.text is None:
             raise InvalidRequest(f"{name}.text is missing; give a text", param=f"{name}.text")

@@ -1,6 +1,6 @@
 """What completions and chat have in common: the fields that say how tokens are picked, and how an answer ends."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -55,12 +55,13 @@ class SamplingBody(StructureBody, kw_only=True):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None  # false
+    service_tier: str | None = None  # auto or default
 
 
 def read_sampling(fields: SamplingBody, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-    """All but max_tokens, the grammar and the choices' own seeds."""
+    """All but max_tokens, the grammar and the choices' own seeds. Raises InvalidRequest."""
+    _check_effects(fields)
     top_k = fields.top_k or 0
     return SamplingParams(
         min_tokens=fields.min_tokens or 0,
@@ -78,6 +79,15 @@ def read_sampling(fields: SamplingBody, logprobs: int | None, prompt_logprobs: i
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
     )
+
+
+def _check_effects(fields: SamplingBody) -> None:
+    """Raises InvalidRequest for a value that would have to have an effect, of a field that has none."""
+    if fields.store:
+        raise InvalidRequest("store may only be false: no answer is kept here", param="store", code="unsupported")
+    if fields.service_tier not in (None, "auto", "default"):
+        text = f"service_tier is {fields.service_tier[:50]!r}; it may be auto or default"
+        raise InvalidRequest(text, param="service_tier")
 
 
 def read_left_open(fields: SamplingBody) -> frozenset[str]:

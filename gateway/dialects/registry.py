@@ -33,7 +33,7 @@ class Dialect(Struct, frozen=True):
 
 DIALECTS = (
     Dialect("/v1/embeddings", openai.parse_embeddings, openai.render_embeddings),
-    Dialect("/v1/rerank", rerank.parse_rerank, rerank.render_rerank),
+    *(Dialect(route, rerank.parse_rerank, rerank.render_rerank) for route in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Dialect("/v1/score", rerank.parse_score, rerank.render_score),
     Dialect(
         "/v1/completions",

@@ -1,4 +1,4 @@
-"""/v1/rerank in the shape of Cohere and Jina, /v1/score in vLLM's; both also take token ids and ready-made pairs."""
+"""Reranking in the shape of Cohere and Jina, /v1/score in vLLM's; both also take token ids and ready-made pairs."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,8 @@ import msgspec
 import orjson
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from gateway.dialects.fields import Texts, TokenId, decode, read_texts, refuse_unsupported
+from gateway.dialects.decode import decode
+from gateway.dialects.fields import Texts, TokenId, read_texts, refuse_unsupported
 from gateway.errors import InvalidRequest
 from gateway.tasks import ScoreOutcome, ScoreTask, Text
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gateway.dialects.openai import parse_embeddings
+from gateway.errors import InvalidRequest
 from tests.gateway.conftest import MakeStack, Stack, tiny_tokenizer, until
 from tests.gateway.fake_scheduler import facts, vector
 
@@ -142,6 +144,42 @@ async def test_every_bad_body_is_told_and_forgotten(stack: Stack) -> None:
         assert found == status, (path, body, answer)
         assert check_shape(answer)["param"] == param, (path, body, answer)
         await good_still_right(stack)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b"", None, "the body is empty; send a JSON object"),
+        (b" \n", None, "the body is empty; send a JSON object"),
+        (b"[1]", None, "the body must be an object, not a list"),
+        (b"null", None, "the body must be an object, not null"),
+        (b"{", None, "the body is not valid JSON: it ends too early"),
+        (b"{}", "model", "model is missing; give it"),
+        (b'{"model": "m", "input": "a", "dimensions": 0}', "dimensions", "dimensions must be a whole number >= 1"),
+        (b'{"model": "m", "input": {}}', "input", "input must be a string or a list, not an object"),
+        (b'{"model": "m", "input": NaN}', "input", "input is NaN, which JSON does not have; leave it out or"),
+        (b'{"model": "m", "input": -Infinity}', "input", "input is -Infinity, which JSON does not have; leave it out"),
+        (b'{"model": "m", "input": ["a", NaN]}', None, "a value at byte 30 is NaN, which JSON does not have"),
+        (b'{"model": "m", "input": "\\ud800"}', None, "the body is not valid JSON: an escape at its end is half of"),
+        (
+            b'{"model": "m", "input": "\\ud800 and on"}',
+            None,
+            "the body is not valid JSON: an escape at byte ",
+        ),
+        (
+            b'{"model": "m", "input": "\\ude00 and on"}',
+            None,
+            "the body is not valid JSON: an escape at byte ",
+        ),
+        (b'{"model": "m", "input": "\\\\ud800', None, "the body is not valid JSON: it ends too early"),
+        (b'{"model": "m", "input": nonsense}', None, "the body is not valid JSON: invalid character (byte 28)"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(body: bytes, param: str | None, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_embeddings(body)
+    assert caught.value.message.startswith(message)
+    assert caught.value.param == param
 
 
 RAW_BODIES = [

@@ -9,6 +9,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
+from yarl import URL
 
 from tests.gateway.conftest import MakeStack, Stack, tiny_tokenizer, until, write_model
 from tests.gateway.fake_scheduler import DIMENSION, facts, vector
@@ -120,6 +121,14 @@ async def test_rerank_with_an_embedding_model_is_cosine_and_says_so(stack: Stack
         assert result["document"] == {"text": texts[result["index"]]}
 
 
+async def test_rerank_is_at_the_paths_that_other_servers_have_it_at(stack: Stack) -> None:
+    request = {"model": "tiny", "query": "what is a tulip", "documents": ["hello", "a red tulip"]}
+    expected = await stack.post("/v1/rerank", request)
+    assert expected[0] == 200
+    for path in ("/v2/rerank", "/rerank"):
+        assert await stack.post(path, request) == expected
+
+
 async def test_rerank_top_n(stack: Stack) -> None:
     request = {"model": "tiny", "query": "tulip", "documents": ["a", "b", "c"], "top_n": 2}
     _, body = await stack.post("/v1/rerank", request)
@@ -219,6 +228,25 @@ async def test_models(stack: Stack) -> None:
         body = await response.json()
     assert [(item["id"], item["object"]) for item in body["data"]] == [("tiny", "model")]
     assert body["data"][0]["max_model_len"] == 32
+
+
+async def test_one_model_by_a_name_with_slashes(make_stack: MakeStack, tiny_dir: Path) -> None:
+    stack = await make_stack({"org/tiny": (tiny_dir, None), "tiny": (tiny_dir, None)}, num_replicas=0)
+    for spelled in ("org/tiny", "org%2Ftiny"):
+        async with stack.http.get(URL(f"/v1/models/{spelled}", encoded=True)) as response:
+            body = await response.json()
+        assert (body["id"], body["object"], body["max_model_len"]) == ("org/tiny", "model", 32)
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{stack.port}/v1", api_key="any") as client:
+        assert (await client.models.retrieve("org/tiny")).id == "org/tiny"
+        with pytest.raises(openai.NotFoundError) as raised:
+            await client.models.retrieve("org")
+    assert raised.value.code == "model_not_found"
+    status, _ = await stack.post("/v1/models/tiny", {})
+    assert status == 405
+    async with stack.http.get("/v1/models/") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_route")
+    async with stack.http.get("/metrics") as response:
+        assert 'route="/v1/models/{name}"' in await response.text()
 
 
 async def test_metrics_show_every_process(stack: Stack) -> None:
