@@ -71,9 +71,12 @@ class Slots:
 
     def release(self, slots: Tensor) -> None:
         """slots int32 [n]: empty from now on."""
-        self.block_table[slots] = self.dummy_block
-        self.num_tokens[slots] = 0
-        self.num_computed[slots] = 0
+        rows = slots.long()
+        self.block_table.index_fill_(
+            0, rows, self.dummy_block
+        )  # a number put by index is copied to the device, and waits
+        self.num_tokens.index_fill_(0, rows, 0)
+        self.num_computed.index_fill_(0, rows, 0)
 
     def admit(self, admissions: Tensor, hits: Spans, input_ids: Tensor) -> None:
         """admissions int32 [n, 8] (columns: ipc.step), whose prefix hits lie in `input_ids` as `hits` says."""
