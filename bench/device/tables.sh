@@ -11,7 +11,7 @@
 #   tables   wait for the servers, agreement, the four tables; ends BUDGET seconds (default 570) after this command began
 #   stop     the servers
 #
-# COMMIT names what is measured. Results, logs and GPU times go to $OUT as they come. Short tables are printed last.
+# TABLE chooses one of the four, PEERS whom to measure against (none: PEERS=). COMMIT names what is measured. Results, logs and GPU times go to $OUT as they come. Short tables are printed last.
 began=$(date +%s)
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 keep="${BOUQUET_KEEP:-${TMPDIR:-/tmp}/bouquet-keep}"
@@ -68,7 +68,7 @@ start_ours() {
 start() {
     start_ours
     # nothing of ours on the peer's path
-    "$python" -m bench.servers start $peers --state "$state" --models "$models" --peer-site "$site"
+    [ -z "$peers" ] || "$python" -m bench.servers start $peers --state "$state" --models "$models" --peer-site "$site"
     note "servers started"
 }
 
@@ -89,7 +89,7 @@ tables() {
     note "measuring against: ${chosen[*]}"
     timeout --signal=TERM $(($(left) - 8)) "$python" -m bench.run embeddings --tables "${chosen[@]}" --no-variants \
         --hardware "$hardware" --models "$models" --passages "$keep/passages.jsonl.gz" --state "$state" --results "$out" \
-        --gpu-times "$work/gpu_times.json" --budget-s $(($(left) - 35)) --repeats "${REPEATS:-3}" "${more[@]}" \
+        --gpu-times "$work/gpu_times.json" --budget-s $(($(left) - 35)) --repeats "${REPEATS:-3}" ${TABLE:+--table "$TABLE"} "${more[@]}" \
         2> >(tee "$work/tables.err" >&2)
     note "tables ended"
     collect
