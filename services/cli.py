@@ -11,6 +11,7 @@ from services.config import ModelConfig, RunConfig, ServiceConfig, find_config, 
 from services.config_checks import ConfigError
 from services.foreground import TICK_S, Foreground
 from services.greeting import greeting
+from services.model_checks import find_refusals
 from services.placement import PlacementError
 from services.programs import GATEWAY_GROUP
 from services.replicas import ReplicasError, read_replicas
@@ -19,6 +20,7 @@ from services.sources import SourceError, resolve_source
 from services.stack import (
     StackError,
     StartWatch,
+    check_host,
     clean,
     stack_programs,
     start_supervisord,
@@ -77,13 +79,18 @@ def build_parser() -> argparse.ArgumentParser:
     scale.add_argument("target", metavar="NAME=K")
     pull = add("pull", "fetch the models' files, asking hub repositories for news")
     pull.add_argument("source", nargs="?", help="one source instead of those of the configuration")
-    add("check", "say what is wrong with the configuration and the models' files, fetched if they are not there")
+    add(
+        "check",
+        "say what is wrong with the configuration, with the models' files (fetched if they are not there) and with "
+        "both together, as far as it shows without loading a model",
+    )
     return parser
 
 
 def up(given: argparse.Namespace) -> int:
     config = _load(given)
     run_dir = Path(config.run_dir)
+    check_host(config.gateway.host)
     lock_fd = take_lock(run_dir)
     directories = _fetch(config, refresh=False)
     wait_for_port(config.gateway.host, config.gateway.port)
@@ -205,7 +212,9 @@ def pull(given: argparse.Namespace) -> int:
 def check(given: argparse.Namespace) -> int:
     path = find_config(given.config)
     config = load_config(path, given.overrides, given.run_dir)
-    _fetch(config, refresh=False)
+    check_host(config.gateway.host)
+    if refusals := find_refusals(config, _fetch(config, refresh=False)):
+        raise ConfigError(refusals)
     models = ", ".join(f"{model.name} ({model.replicas}×)" for model in config.models)
     print(f"{path} is valid: {models} on {url(config)}")
     return 0

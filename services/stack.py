@@ -101,12 +101,23 @@ def clean(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_host(host: str) -> None:
+    """Raises StackError unless this machine can listen on it."""
+    try:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise StackError(
+            f"gateway.host: this machine cannot listen on {host!r}: {error.strerror}; give one of its own addresses, "
+            "0.0.0.0 for all"
+        ) from None
+
+
 def wait_for_port(host: str, port: int) -> None:
     """Raises StackError if somebody else listens there; SO_REUSEPORT would share the port in silence."""
     deadline = time.monotonic() + PORT_WAIT_S
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -244,6 +255,10 @@ def stop_timeout_s(config: ServiceConfig) -> float:
 def url(config: ServiceConfig) -> str:
     host = reachable(config.gateway.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _make_private(directory: Path) -> None:

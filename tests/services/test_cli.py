@@ -43,7 +43,8 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_check_says_what_is_served(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--config", str(config), "--set", "gateway.port=9000"]) == 0
+    settings = ["gateway.port=9000", "models[0].source=random:tiny", f"cache_dir={config.parent}", "rank.device=cpu"]
+    assert main(["check", "--config", str(config), *(f"--set={setting}" for setting in settings)]) == 0
     assert "is valid: m (1×) on http://127.0.0.1:9000" in capsys.readouterr().out
 
 
@@ -61,6 +62,16 @@ def test_check_looks_at_the_models_files(config: Path, capsys: pytest.CaptureFix
     (config.parent / "model" / "model.safetensors").unlink()
     assert main(["check", "--config", str(config)]) == 1
     assert "models[0].source: " in capsys.readouterr().err
+
+
+def test_check_finds_what_would_stop_a_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["models[0].source=random:tiny", f"cache_dir={config.parent}", "rank.device=cpu"]
+    given = ["check", "--config", str(config), *(f"--set={setting}" for setting in settings)]
+    assert main([*given, "--set", "rank.kv_cache_bytes=1000"]) == 1
+    assert "bouquet: models[0] (m): the key-value cache may take 1000 bytes" in capsys.readouterr().err
+    for command in ("check", "up"):
+        assert main([command, *given[1:], "--set", "gateway.host=999.1.1.1"]) == 1
+        assert "gateway.host: this machine cannot listen on '999.1.1.1'" in capsys.readouterr().err
 
 
 def test_pull_prints_where_the_files_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,71 @@
+"""What a stack's processes would refuse to start with, asked of their own code before any of them is started.
+
+Reads models' files, no weights. Importing the rank's code takes seconds, so it is imported when it is asked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from gateway.models import load_model
+from ipc.addresses import replica_id
+from services.config import ModelConfig, ServiceConfig, visible_gpus
+from services.cores import on_cpu, share_cores
+from services.placement import PlacementError, place
+from services.render import num_cores
+
+
+def find_refusals(config: ServiceConfig, directories: Mapping[str, Path]) -> list[str]:
+    """What is wrong with models, their settings and this machine together, one line each, by key.
+
+    `directories`: where each model's files are. What only shows with the weights loaded is not found: tensors that are
+    missing, memory that is too small.
+    """
+    shared = share_cores(config, num_cores())
+    own = config.gateway.generation_defaults
+    problems = []
+    for index, model in enumerate(shared.models):
+        directory = directories[model.name]
+        looks: list[Callable[[], object]] = [
+            lambda name=model.name, path=directory: load_model(name, path, generation_defaults=own),  # type: ignore[misc]
+            lambda model=model, path=directory: _check_rank(model, path),  # type: ignore[misc]
+        ]
+        problems += [f"models[{index}] ({model.name}): {problem}" for look in looks for problem in _refusal(look)]
+    return [*problems, *_refusal(lambda: check_placement(config, visible_gpus()))]
+
+
+def check_placement(config: ServiceConfig, gpus: list[str]) -> None:
+    """Raises PlacementError if the ranks of all replicas do not fit on `gpus`; without any they compute on CPU."""
+    used = dict.fromkeys(gpus, 0.0)
+    for model in config.models:
+        if on_cpu(model) or not gpus:
+            continue
+        for index in range(model.replicas):
+            fraction = model.rank.memory_fraction
+            for gpu in place(used, fraction, model.tensor_parallel_size, replica_id(model.name, index)):
+                used[gpu] += fraction
+
+
+def _check_rank(model: ModelConfig, directory: Path) -> None:
+    """What a rank does before it loads weights, and its cache if its size is given. Raises ValueError."""
+    from rose.device import resolve_dtype
+    from rose.distributed.shard import local_heads
+    from rose.kv_cache import KVShape, num_blocks_for
+    from rose.models.config import read_config
+    from rose.runners import make_runner
+
+    size = model.tensor_parallel_size
+    facts = make_runner(model.name, directory, model.rank, tensor_parallel_size=size).facts
+    if facts.task == "generate" and model.rank.kv_cache_bytes is not None:
+        heads = local_heads(read_config(directory), size)
+        shape = KVShape.of(heads, resolve_dtype(facts.dtype, facts.device))
+        seqs, length = facts.max_num_seqs, facts.max_model_len
+        num_blocks_for(shape, model.rank.kv_cache_bytes, max_num_seqs=seqs, max_model_len=length)
+    if model.rank.speculation.model is not None:
+        read_config(Path(model.rank.speculation.model))
+
+
+def _refusal(look: Callable[[], object]) -> Iterator[str]:
+    try:
+        look()
+    except (ValueError, PlacementError) as error:
+        yield str(error)

@@ -1,0 +1,102 @@
+"""What `bouquet check` finds that a stack would find only once it starts: with the default models' real files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import build_config
+from services.model_checks import check_placement, find_refusals
+from services.placement import PlacementError
+
+Find = Callable[[dict[str, Any]], list[str]]
+
+
+@pytest.fixture
+def find(minilm_dir: Path, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """Refusals of both models with given [rank] settings and `tensor_parallel_size`; they compute on CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    directories = {"embedder": minilm_dir, "writer": smollm2_dir}
+
+    def made(settings: dict[str, Any]) -> list[str]:
+        rank = {key: value for key, value in settings.items() if key != "tensor_parallel_size"}
+        sizes = {key: value for key, value in settings.items() if key == "tensor_parallel_size"}
+        models = [{"name": name, "source": str(path), **sizes} for name, path in directories.items()]
+        return find_refusals(build_config({"models": models, "rank": {"device": "cpu"} | rank}, Path()), directories)
+
+    return made
+
+
+def test_nothing_is_wrong_with_the_default_models(find: Find) -> None:
+    assert find({}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusals"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            ["models[1] (writer): tensor_parallel_size 2 does not divide the model's num_attention_heads, 9"],
+        ),
+        (
+            {"tensor_parallel_size": 5},
+            [
+                "models[0] (embedder): tensor_parallel_size 5 does not divide",
+                "models[1] (writer): tensor_parallel_size 5 does not divide",
+            ],
+        ),
+        ({"kv_cache_bytes": 1000}, ["models[1] (writer): the key-value cache may take 1000 bytes"]),
+        (
+            {"max_num_batched_tokens": 1},
+            [
+                "models[0] (embedder): max_num_batched_tokens 1 is below max_model_len",
+                "models[1] (writer): max_num_batched_tokens 1 is below max_num_seqs",
+            ],
+        ),
+        (
+            {"speculation": {"proposer": "n_gram"}},
+            ["models[0] (embedder): speculation.proposer is for language models"],
+        ),
+        ({"task": "generate"}, ["models[0] (embedder): "]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_rank_refuses(find: Find, settings: dict[str, Any], refusals: list[str]) -> None:
+    found = find(settings)
+    assert len(found) == len(refusals), found
+    for problem, beginning in zip(found, refusals, strict=True):
+        assert problem.startswith(beginning)
+
+
+def test_a_device_that_is_not_there(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = find({"device": "cuda"})
+    assert [problem.split(":")[0] for problem in found] == ["models[0] (embedder)", "models[1] (writer)"]
+    assert all("torch finds none" in problem for problem in found)
+
+
+def test_a_draft_that_is_not_there(find: Find, tmp_path: Path) -> None:
+    found = find({"speculation": {"proposer": "draft_model", "model": str(tmp_path / "nowhere")}})
+    assert any(f"{tmp_path}/nowhere/config.json is missing" in problem for problem in found)
+
+
+def test_what_a_gateway_refuses(find: Find, minilm_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((minilm_dir / name).read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = build_config({"models": [{"name": "m", "source": str(tmp_path)}], "rank": {"device": "cpu"}}, Path())
+    (problem,) = find_refusals(config, {"m": tmp_path})
+    assert problem.startswith("models[0] (m): ")
+    assert "tokenizer.json" in problem
+
+
+def test_models_that_do_not_fit_on_the_gpus_together() -> None:
+    models = [{"name": name, "source": "x", "memory_fraction": 0.6} for name in ("a", "b", "c")]
+    config = build_config({"models": models, "rank": {"device": "cuda"}}, Path())
+    check_placement(config, ["0", "1", "2"])
+    with pytest.raises(PlacementError, match=r"c/0 needs 0.60 of 1 GPU.*lower memory_fraction"):
+        check_placement(config, ["0", "1"])
+    check_placement(config, [])  # that there is none is for the rank to say
