@@ -7,7 +7,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.config import ModelConfig, RunConfig, ServiceConfig, find_config, load_config, read_run_config
+from services.config import (
+    ModelConfig,
+    RunConfig,
+    ServiceConfig,
+    find_config,
+    load_config,
+    load_run_dir,
+    read_run_config,
+)
 from services.config_checks import ConfigError
 from services.foreground import TICK_S, Foreground
 from services.greeting import greeting
@@ -229,7 +237,10 @@ def _load(given: argparse.Namespace) -> ServiceConfig:
 
 def _running(given: argparse.Namespace) -> tuple[Path, RunConfig | None]:
     """The run directory meant, and what runs there; the file of the running stack counts, not today's."""
-    run_dir = given.run_dir.absolute() if given.run_dir else Path(_load(given).run_dir)
+    try:
+        run_dir = (given.run_dir or load_run_dir(find_config(given.config), given.overrides)).absolute()
+    except ConfigError as error:
+        raise ConfigError([*error.problems, "--run-dir DIR finds a running stack without that file"]) from None
     try:
         return run_dir, read_run_config(run_dir / "config.json")
     except ConfigError:

@@ -21,6 +21,7 @@ from services.overrides import apply_overrides
 from services.source_names import LocalSource, RandomSource, SourceError, parse_source
 
 CONFIG_NAME = "bouquet.toml"
+RUN_DIR = ".run"
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gateway: GatewayConfig = GatewayConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     rank: RankConfig = RankConfig()
-    run_dir: str = ".run"  # relative to the file
+    run_dir: str = RUN_DIR  # relative to the file
     cache_dir: str = ""  # fetched models; "": ~/.cache/bouquet
 
     def model(self, name: str) -> ModelConfig:
@@ -60,13 +61,25 @@ class RunConfig(Struct, frozen=True):
 
 def load_config(path: Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> ServiceConfig:
     """The configuration in `path` with `overrides` (`gateway.port=9000`) on top. Raises ConfigError with all faults."""
+    return build_config(_read(path, overrides), path.resolve().parent, run_dir)
+
+
+def load_run_dir(path: Path, overrides: Sequence[str] = ()) -> Path:
+    """Where the stack of `path` runs, whatever else in it is wrong by now. Raises ConfigError."""
+    run_dir = _read(path, overrides).get("run_dir", RUN_DIR)
+    if not isinstance(run_dir, str):
+        raise ConfigError([f"run_dir: expected a string, got {run_dir!r}"])
+    return path.resolve().parent / Path(run_dir).expanduser()
+
+
+def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror} (name another with --config)"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not TOML: {error}"]) from None
-    return build_config(apply_overrides(raw, overrides), path.resolve().parent, run_dir)
+    return apply_overrides(raw, overrides)
 
 
 def build_config(raw: dict[str, Any], base: Path, run_dir: Path | None = None) -> ServiceConfig:

@@ -61,7 +61,10 @@ def _local(path: Path, cache_dir: Path, say: Progress) -> Path:
             raise SourceError(f"{path} is no .gguf file: give one, or the directory that holds config.json")
         return _beside_link(path.resolve(), cache_dir, say)
     if not path.is_dir():
-        raise SourceError(f"no such directory: {path} (give the directory that holds config.json, or a .gguf file)")
+        hint = "give the directory that holds config.json, or a .gguf file"
+        if not path.parent.exists():  # as owner/name, with nothing that could be the owner's
+            hint += f"; a repository of the hub is hf:{path.parent.name}/{path.name}"
+        raise SourceError(f"no such directory: {path} ({hint})")
     files = sorted(path.glob("*.gguf"))
     if not files or (path / "config.json").is_file():
         return path.resolve()

@@ -100,6 +100,20 @@ def test_without_a_stack(
     assert text in captured.out + captured.err
 
 
+@pytest.mark.parametrize("command", ["down", "status"])
+def test_a_file_that_has_become_invalid_does_not_hide_its_stack(
+    command: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text('run_dir = "elsewhere"\nmodels = 5\nnonsense = 1\n')
+    main([command, "--config", str(config)])
+    assert f"no stack runs in {config.parent}/elsewhere" in capsys.readouterr().out
+    config.write_text("run_dir = [")
+    assert main([command, "--config", str(config)]) == 1
+    assert "is not TOML" in (told := capsys.readouterr().err)
+    assert "--run-dir DIR finds a running stack without that file" in told
+    assert main([command, "--config", str(config), "--run-dir", str(config.parent / "run")]) == (command == "status")
+
+
 def test_a_twin_is_refused_before_anything_is_touched(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,8 +199,11 @@ def test_a_local_directory_that_lacks_something(missing: str, message: str, tmp_
 
 
 def test_other_faults_of_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="no such directory"):
+    with pytest.raises(SourceError, match="no such directory") as caught:
         resolve_source(str(tmp_path / "nowhere"), tmp_path)
+    assert "hf:" not in str(caught.value)
+    with pytest.raises(SourceError, match=r"no such directory.*a repository of the hub is hf:BAAI/bge-small-en-v1\.5"):
+        resolve_source("BAAI/bge-small-en-v1.5", tmp_path, base=tmp_path)
     directory = make_model(tmp_path / "model")
     (directory / "config.json").write_text("{")
     with pytest.raises(SourceError, match=r"config\.json cannot be read"):
