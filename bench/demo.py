@@ -207,6 +207,8 @@ async def demo(args: argparse.Namespace) -> int:
         texts = [passage["text"] for passage in passages]
         vectors, seconds = await embed_passages(stack, model, texts, args.batch, args.concurrency)
         check_vectors(vectors, len(texts))
+        method = "by cosine" if rerank_model == model else f"by {rerank_model}"
+        print(f"\nthe {NUM_CANDIDATES} nearest of each query, reranked {method}; score, passage; * is the expected one")
         misses, times_ms = await answer_queries(stack, (model, rerank_model), passages, vectors)
         if DEFAULT_CHAT_MODEL in await served_models(stack):
             await put_into_words(stack, model, rerank_model, vectors, passages)

@@ -118,6 +118,7 @@ def test_demo_succeeds_when_every_passage_is_found(
     output = capsys.readouterr().out
     assert "expected passage in the top 3: 2 of 2" in output
     assert "passages/s" in output
+    assert "reranked by cosine" in output
     assert f"1000 passages with {MODEL} (dimension 512, normalised)" in output
 
 
