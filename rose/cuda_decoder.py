@@ -30,7 +30,7 @@ from rose.cuda_stream import Bytes, CudaStream, StepStream
 from rose.decode_buffers import DecodeBuffers
 from rose.decode_staging import Landing, StagedMasks, StagedOutputs
 from rose.decoder import Decoder, DecoderParts, LanguageModel
-from rose.distributed.group import ALONE, Group
+from rose.distributed.group import ALONE, Group, leaders
 from rose.generate_batch import GenerateRows, read_rows
 from rose.graph_memory import GraphMemory
 from rose.graph_policy import GraphKey, GraphPolicy, padded_seqs
@@ -81,7 +81,8 @@ class CudaDecoder:
         self._shapes = shapes if group.leads else None
         self.residents = Residents(facts, device, tokenizer)
         source = source or NoDraftsSource()
-        self._has_state = source.kv_shape is not None  # of the proposer: what `keep_draft` is about
+        # of the leader's proposer: what `keep_draft` is about, and the same keys on every rank
+        self._has_state = bool(leaders(group, source.kv_shape is not None, device))
         proposer = source.open(ProposerParts(self.residents, draft_caches, TritonPagedBackend(), caches))
         self._nobody, self._device = facts.max_num_seqs, device
         self._buffers = DecodeBuffers(facts, self.residents.slots.block_table.shape[1], device)

@@ -68,6 +68,7 @@ class GraphPolicy:
         self._max_tokens = max_tokens
         self._graphs: OrderedDict[GraphKey, None] = OrderedDict()  # captured, least recently used first
         self._seen: OrderedDict[GraphKey, int] = OrderedDict()  # without a graph: sights until it is captured
+        self._tried: set[GraphKey] = set()  # had a graph once, or a capture that failed: the same on every rank
         self._waits: dict[GraphKey, int] = {}  # how many there were after the last capture that failed
         listed = known if capture in ("list", "eager") else ()
         self._waiting = deque([key for key in listed if self.may_capture(key)][: self._max_graphs])
@@ -86,10 +87,13 @@ class GraphPolicy:
         return Decision("capture", self._add(key))
 
     def next_idle(self) -> GraphKey | None:
-        """A listed shape that an idle step shall run and capture; None when none is left. Evicts nothing."""
-        while self._waiting and len(self._graphs) < self._max_graphs:
+        """A listed shape that an idle step shall run and capture; None when none is left. Evicts nothing.
+
+        Does not depend on which captures have failed: the step runs, and ranks must run the same.
+        """
+        while self._waiting and len(self._tried) < self._max_graphs:
             key = self._waiting.popleft()
-            if key not in self._graphs:
+            if key not in self._tried:
                 self._add(key)
                 return key
         self._waiting.clear()
@@ -122,6 +126,7 @@ class GraphPolicy:
             self._see(evicted)  # its next sight captures again: kernels are warm
         self._seen.pop(key, None)
         self._graphs[key] = None
+        self._tried.add(key)
         return evicted
 
     def _see(self, key: GraphKey, wait: int = 0) -> None:

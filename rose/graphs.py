@@ -95,6 +95,7 @@ class GraphManager:
         attention = self._prepared_for(key)
         if attention is None:
             self._policy.failed(key)
+            self._run_once(key, fill(key))  # other ranks may have room: they wait for this one's part of the step
             return True
         attention.prepare(fill(key))
         self._forward(key, attention)

@@ -84,6 +84,17 @@ def test_idle_captures_evict_nothing() -> None:
     assert set(policy.captured) == {key(1), key(4)}
 
 
+def test_what_idle_steps_run_does_not_depend_on_failed_captures() -> None:
+    """It must be the same on every rank, and only some have failed."""
+    ranks = [GraphPolicy("list", max_graphs=3, max_tokens=4096, known=[key(1), key(2), key(4)]) for _ in range(2)]
+    for rank, policy in enumerate(ranks):
+        modes(policy, [key(1), key(1)])
+        if rank:
+            policy.failed(key(1))
+    told = [[policy.next_idle() for _ in range(3)] for policy in ranks]
+    assert told == [[key(2), key(4), None]] * 2
+
+
 def test_lazy_and_off_ignore_the_list() -> None:
     for capture in ("lazy", "off"):
         assert GraphPolicy(capture, max_graphs=2, max_tokens=4096, known=[key()]).next_idle() is None

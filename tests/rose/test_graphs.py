@@ -88,9 +88,10 @@ def test_every_capture_is_within_the_bound_and_a_failed_one_runs_eagerly() -> No
     assert (memory.num_captures, made.graphs.num_graphs, made.graphs.counters.replays) == (2, 1, 1)
 
 
-def test_listed_shapes_without_room_are_given_up() -> None:
+def test_listed_shapes_without_room_run_and_stay_without_a_graph() -> None:
+    """Other ranks may have room, and then wait for this one's part of the step."""
     made = manager(Memory(is_full=True), capture="list", known=(KEY, KEY._replace(num_seqs=2)))
     assert made.graphs.num_waiting == 2
     while made.graphs.capture_listed(lambda key: [0, 64]):
         pass
-    assert (made.graphs.num_waiting, made.stream.num_captures, made.for_graphs, made.ran) == (0, 0, [], [])
+    assert (made.graphs.num_waiting, made.stream.num_captures, made.for_graphs, len(made.ran)) == (0, 0, [], 2)
