@@ -20,6 +20,7 @@ import torch
 
 from rose.config import RankConfig
 from rose.offline import OfflineEncoder
+from services.render import replica_file
 from tests.integration.stack import Stack, alive
 from tests.integration.streams import Told, generate
 from tests.rose.distributed.ranks import SHARED_SUMS
@@ -35,6 +36,7 @@ RANKS = [f"{LLAMA}-0:rank-{rank}" for rank in range(2)]
 PROMPTS = [[50 + i, 120, 7 * i + 3] for i in range(3)]
 LONG = 200  # tokens
 GONE_SECONDS = 10.0
+CONTEXT_BYTES = 100 << 20  # a process takes more than that of a GPU
 RANK = {
     "device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24, "shared_sums": SHARED_SUMS
 }  # fmt: skip
@@ -122,10 +124,12 @@ def test_replicas_on_two_gpus_share_the_work(tmp_path_factory: pytest.TempPathFa
     rows = [list(range(5 + i, 40 + 5 * i)) for i in range(16)]
     expected = one.encode(rows)
     one.close()
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
     with GpuStack(tmp_path_factory.mktemp("bq"), {BERT: directory}, replicas=2, rank=RANK) as stack:
-        programs = [name for name in stack.processes() if ":rank-" in name]
-        assert len(programs) == 2
-        assert len({visible(stack.pid(name)) for name in programs}) == 2
+        programs = [replica_file(stack.run_dir, f"{BERT}/{replica}").read_text() for replica in range(2)]
+        assert len({re.findall('CUDA_VISIBLE_DEVICES="([^"]+)"', text)[0] for text in programs}) == 2
+        for gpu in range(2):
+            assert torch.cuda.mem_get_info(gpu)[0] < free[gpu] - CONTEXT_BYTES
         before = num_rows(stack)
         for _ in range(3):
             np.testing.assert_allclose(at_once(stack, rows), expected, atol=1e-4)
@@ -142,12 +146,6 @@ def num_rows(stack: Stack) -> dict[str, float]:
         metrics = response.read().decode()
     sample = r'^bouquet_scheduler_rows_total\{[^}]*replica="([^"]+)"[^}]*\} (\S+)$'
     return {found[1]: float(found[2]) for found in re.finditer(sample, metrics, re.M)}
-
-
-def visible(pid: int) -> str:
-    """The GPU that a process has."""
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(line for line in environment if line.startswith(b"CUDA_VISIBLE_DEVICES=")).decode()
 
 
 def at_once(stack: Stack, rows: list[list[int]]) -> list[list[float]]:

@@ -94,7 +94,7 @@ def test_vectors_are_those_of_one_rank(gpus: Ranks, tmp_path: Path, write: Calla
     """Exact without graphs, which float32 has no attention for; with graphs as near as bfloat16 can be."""
     directory = write(tmp_path)
     rows = ragged_ids(4096, (1, 17, 100))
-    sizes = {"max_num_batched_tokens": 512, "max_model_len": 512}
+    sizes = {"max_num_batched_tokens": 512, "max_model_len": 512, "max_graph_tokens": 512}
     one = EncoderDriver(directory, dtype="float32", **sizes)
     expected = one.vectors(rows)
     for dtype in ("float32", "bfloat16"):
