@@ -11,7 +11,6 @@ import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import aiohttp
 import numpy as np
