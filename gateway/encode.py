@@ -26,6 +26,8 @@ def encode_embed(task: EmbedTask, model: ServedModel, facts: ModelFacts) -> Enco
 
 def encode_score(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:
     """One sequence per pair; with an embedding model one per query, then one per document. Raises InvalidRequest."""
+    if task.instruction is not None:
+        _check_instruction(task, model, facts)
     if facts.task == "embed":
         return _encode_both_sides(task, model, facts)
     if task.joined:
@@ -33,6 +35,16 @@ def encode_score(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Enco
     if model.template is not None:
         return _encode_template(task, model, model.template, facts)
     return _encode_pairs(task, model, facts)
+
+
+def _check_instruction(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> None:
+    """Raises InvalidRequest where the instruction would change nothing."""
+    if facts.task == "embed" or model.template is None:
+        text = f"instruction is for generative rerankers, and {model.name!r} is none; leave it out"
+        raise InvalidRequest(text, param="instruction", code="unsupported")
+    if task.joined:
+        text = "instruction does not go with joined token ids, which are taken as given; leave it out"
+        raise InvalidRequest(text, param="instruction")
 
 
 def _encode_both_sides(task: ScoreTask, model: ServedModel, facts: ModelFacts) -> Encoded:

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -132,6 +134,27 @@ def test_an_own_instruction(reranker: ServedModel) -> None:
     limits = facts(task="score", dimension=1, max_model_len=2000)
     encoded = encode_score(score(reranker, "q", ["d"], instruction="what is it"), reranker, limits)
     assert encoded.sequences == [reference("q", "d", 2000, "what is it")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "message"),
+    [
+        ("embed", {}, "instruction is for generative rerankers, and 'reranker' is none"),
+        ("score", {"joined": [[1, 2]], "pairs": []}, "instruction does not go with joined token ids"),
+    ],
+)
+def test_an_instruction_that_would_change_nothing_is_refused(
+    reranker: ServedModel, kind: Literal["embed", "score"], asked: dict[str, Any], message: str
+) -> None:
+    task = msgspec.structs.replace(score(reranker, "q", ["d"], instruction="what is it"), **asked)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        encode_score(task, reranker, facts(task=kind, dimension=1))
+    assert caught.value.param == "instruction"
+
+
+def test_cross_encoders_take_no_instruction(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequest, match="instruction is for generative rerankers"):
+        encode_score(score(model, "q", ["d"], instruction="what is it"), model, SCORE)
 
 
 def test_a_text_cannot_close_the_template(reranker: ServedModel) -> None:
