@@ -48,7 +48,7 @@ def check_model(call: Call, task: GenerateTask) -> None:
     """Whether the model does what is asked for at all. Raises InvalidRequest."""
     name, facts = call.model.name, call.facts
     if facts.task != "generate":
-        text = f"{name!r} does not generate text; it is a model for {facts.task}"
+        text = f"model {name!r} does not generate text; it is one for {facts.task}"
         raise InvalidRequest(text, param="model")
     if call.model.generator is None:
         text = f"the tokenizer of model {name!r} cannot turn tokens into text one by one, so it cannot be used here"

@@ -13,7 +13,7 @@ from gateway.call import INLINE_CHARS, QUICK_INLINE_CHARS, Call
 from gateway.deadline import Deadline
 from gateway.dialects.registry import Dialect
 from gateway.encode import encode_embed, encode_score, token_limit
-from gateway.errors import GatewayError, InvalidRequest, UnknownModel
+from gateway.errors import GatewayError, InvalidRequest
 from gateway.front import Handler
 from gateway.generate import generate
 from gateway.limits import check_chars, check_items, check_tokens, priority, read_body, timeout_ms
@@ -52,10 +52,7 @@ def task_handler(dialect: Dialect) -> Handler:
 async def _answer(request: web.BaseRequest, dialect: Dialect, gateway: Gateway, deadline: float) -> web.StreamResponse:
     urgency = priority(request)
     task = dialect.parse(await read_body(request, gateway.config))
-    model = gateway.models.get(task.model)
-    if model is None:
-        known = ", ".join(sorted(gateway.models))
-        raise UnknownModel(f"no model {task.model[:100]!r} here; there is: {known}", param="model")
+    model = gateway.model(task.model)
     call = Call(gateway, model, gateway.client.facts(model.name), urgency, deadline)
     outcome: Outcome
     match task:
@@ -105,7 +102,7 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
 
 def _check_embedding(call: Call, task: EmbedTask) -> None:
     if call.facts.task != "embed":
-        text = f"{call.model.name!r} gives no embeddings; it is a model for {call.facts.task}"
+        text = f"model {call.model.name!r} gives no embeddings; it is one for {call.facts.task}"
         raise InvalidRequest(text, param="model")
     dimensions = task.spec.dimensions
     if dimensions is not None and dimensions > call.facts.dimension:
@@ -115,7 +112,7 @@ def _check_embedding(call: Call, task: EmbedTask) -> None:
 
 def _check_scoring(call: Call) -> None:
     if call.facts.task == "generate":
-        raise InvalidRequest(f"{call.model.name!r} generates text; it does not score", param="model")
+        raise InvalidRequest(f"model {call.model.name!r} generates text; it does not score", param="model")
     if call.facts.task == "score" and call.facts.dimension != 1:
         text = (
             f"{call.model.name!r} gives {call.facts.dimension} values for a pair; scoring needs a model that gives one"

@@ -32,6 +32,7 @@ def check_shape(body: Any) -> dict[str, Any]:
     error: dict[str, Any] = body["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
+    assert (error["param"] or "") in error["message"]  # some clients show nothing else
     assert error["type"]
     assert error["code"]
     return error
