@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from bench.ranks import Answer, Ranks
 from ipc.step import StepPlan, StepResult
-from ipc.submit import Submit, TokenChunk
+from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
 from scheduler.config import SchedulerConfig
 from scheduler.llm.planner import GeneratePlanner
@@ -47,6 +47,7 @@ class DecodeLoop:
         max_tokens: int,
         draft_length: int = 0,
         num_in_flight: int = 2,
+        num_logprobs: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         ranks.clear()
@@ -60,9 +61,9 @@ class DecodeLoop:
         self._num_in_flight = num_in_flight
         self._num_seqs = len(prompts)
         self.num_tokens = self.num_steps = 0
-        self._begun: set[int] = set()  # sequences with a first token
+        self.said: dict[int, list[TokenDelta]] = {}  # by sequence
         self._ended = 0
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=num_logprobs)
         for chunk_id, prompt in enumerate(prompts):
             submit = Submit(1, 1, chunk_id, [len(prompt)], FAR_NS, sampling=params)
             refusal = self._planner.add(Request.from_submit(submit, np.asarray(prompt, np.int32).tobytes(), 1.0), 1.0)
@@ -71,16 +72,21 @@ class DecodeLoop:
     def first_token_ms(self) -> float:
         """Until every sequence has one, from now on."""
         began = self._clock()
-        while len(self._begun) < self._num_seqs:
+        while len(self.said) < self._num_seqs:
             self._turn()
         return (self._clock() - began) * 1e3
+
+    def to_end(self) -> None:
+        """Until every sequence has all its tokens."""
+        while self._ended < self._num_seqs:
+            self._turn()
 
     def decode(self, num_steps: int) -> Measured:
         """So many steps in each of a few windows. Raises RuntimeError where a sequence ends before."""
         self.first_token_ms()
         self._run(WARM_STEPS)
         spans, windows = [], []
-        before_drafts = self._drafts()
+        before_drafts = self.drafts()
         for _ in range(NUM_WINDOWS):
             tokens, began = self.num_tokens, self._clock()
             self._run(num_steps)
@@ -88,7 +94,7 @@ class DecodeLoop:
             if self._ended:
                 raise RuntimeError(f"{self._ended} sequences ended before the measurement did: give them more tokens")
             windows.append(spans[-1] * self._num_seqs / (self.num_tokens - tokens))
-        drafts, accepted = (after - before for after, before in zip(self._drafts(), before_drafts, strict=True))
+        drafts, accepted = (after - before for after, before in zip(self.drafts(), before_drafts, strict=True))
         return Measured(
             itl_ms=statistics.median(windows),
             step_ms=statistics.median(spans) / num_steps,
@@ -127,12 +133,13 @@ class DecodeLoop:
                 raise RuntimeError(f"a sequence was refused: {message}")
             for delta in message.deltas:
                 self.num_tokens += len(delta.tokens)
-                self._begun.add(delta.chunk_id)
+                self.said.setdefault(delta.chunk_id, []).append(delta)
                 self._ended += bool(delta.finish_reason)
         self._free.append(plan.slot)
         self.num_steps += 1
 
-    def _drafts(self) -> tuple[int, int]:
+    def drafts(self) -> tuple[int, int]:
+        """Rows with drafts so far, and the drafts that were right."""
         figures = self._stats.generation
         return (figures.num_drafts, figures.num_accepted_tokens) if figures else (0, 0)
 
