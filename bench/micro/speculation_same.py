@@ -116,12 +116,19 @@ def main() -> None:
         bad += len(margins) - ties
         record = {"case": name, "sequences": len(found), "differ": len(margins), "near_ties": ties}
         records.append(record | {"margins": margins, "accepted_length": length})
-        print(f"{args.dtype} {name:18s} {len(found) - len(margins)} of {len(found)} sequences of {NUM_TOKENS} tokens equal,"
-              f" {ties} differ at near ties, {len(margins) - ties} otherwise; {length:.2f} tokens a step, "
-              f"margins {[round(margin, 6) for margin in margins]}", flush=True)  # fmt: skip
+        print(f"{args.dtype} {line(records[-1])}", flush=True)
         path = args.out / f"speculation_same_{args.shape}_{args.dtype}.json"
         path.write_text(json.dumps({"shape": args.shape, "dtype": args.dtype, "records": records}, indent=1))
     sys.exit(1 if bad else 0)
+
+
+def line(record: dict[str, Any]) -> str:
+    others = record["differ"] - record["near_ties"]
+    return (
+        f"{record['case']:18s} {record['sequences'] - record['differ']} of {record['sequences']} sequences of "
+        f"{NUM_TOKENS} tokens equal, {record['near_ties']} differ at near ties, {others} otherwise; "
+        f"{record['accepted_length']:.2f} tokens a step; margins {[round(margin, 6) for margin in record['margins']]}"
+    )
 
 
 if __name__ == "__main__":
