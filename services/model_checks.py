@@ -4,6 +4,7 @@ Reads models' files, no weights. Importing the rank's code takes seconds, so it 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from gateway.models import load_model
@@ -12,6 +13,8 @@ from services.config import ModelConfig, ServiceConfig, visible_gpus
 from services.cores import on_cpu, share_cores
 from services.placement import PlacementError, place
 from services.render import num_cores
+
+Look = Callable[[], object]  # raises what is to be told
 
 
 def find_refusals(config: ServiceConfig, directories: Mapping[str, Path]) -> list[str]:
@@ -25,12 +28,12 @@ def find_refusals(config: ServiceConfig, directories: Mapping[str, Path]) -> lis
     problems = []
     for index, model in enumerate(shared.models):
         directory = directories[model.name]
-        looks: list[Callable[[], object]] = [
-            lambda name=model.name, path=directory: load_model(name, path, generation_defaults=own),  # type: ignore[misc]
-            lambda model=model, path=directory: _check_rank(model, path),  # type: ignore[misc]
-        ]
+        looks: tuple[Look, ...] = (
+            partial(load_model, model.name, directory, generation_defaults=own),
+            partial(_check_rank, model, directory),
+        )
         problems += [f"models[{index}] ({model.name}): {problem}" for look in looks for problem in _refusal(look)]
-    return [*problems, *_refusal(lambda: check_placement(config, visible_gpus()))]
+    return [*problems, *_refusal(partial(check_placement, config, visible_gpus()))]
 
 
 def check_placement(config: ServiceConfig, gpus: list[str]) -> None:
@@ -64,7 +67,7 @@ def _check_rank(model: ModelConfig, directory: Path) -> None:
         read_config(Path(model.rank.speculation.model))
 
 
-def _refusal(look: Callable[[], object]) -> Iterator[str]:
+def _refusal(look: Look) -> Iterator[str]:
     try:
         look()
     except (ValueError, PlacementError) as error:
