@@ -14,10 +14,11 @@ import torch
 
 from bench.micro.compile_kernels import compile_only, usage, zeros
 from ipc.types import ModelFacts
+from rose.attention.paged import PagedRows
 from rose.decode_buffers import DecodeBuffers
 from rose.graph_policy import GraphKey
 from rose.kernels.accept import DrawnAt, accept_drawn, accept_draws
-from rose.kernels.draft_rows import close_rows, row_places, spread_logits, take_rows
+from rose.kernels.draft_rows import close_rows, row_places, spread_logits, take_rows, tokens_before
 from rose.kernels.flat_table import flat_table
 from rose.kernels.head_input import side_by_side
 from rose.kernels.kv_append import kv_append
@@ -30,7 +31,7 @@ from rose.kernels.sampling_kept import kept
 from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
 from rose.sampling.params import Needs
 from rose.sampling.sampler import Sampler
-from rose.slots import Slots
+from rose.slots import RowInputs, Slots, Spans
 
 CPU = torch.device("cpu")
 HEADS = ((32, 8, 128), (8, 1, 128), (16, 8, 128), (9, 3, 64))
@@ -115,8 +116,12 @@ def propose(max_model_len: int, num_rows: int, k: int) -> None:
     slots, rows = Slots(facts, 99, CPU), int32s(num_rows)
     whole = zeros(100, dtype=torch.bool)
     for each in (None, whole):
-        row_places(slots, rows, rows, k + 1, each)
+        for from_before in (False, True):
+            row_places(slots, rows, rows, k, each, from_before=from_before)
     look_up(rows, rows, slots.ids, slots.num_tokens, k, slots.ids.shape[1], (4, 2))
+    table, spans = int32s(num_rows, slots.block_table.shape[1]), Spans(int32s(num_rows + 1), rows, rows)
+    read = PagedRows(spans.cu_seqlens, rows, table, rows, 1, max_model_len)
+    tokens_before(slots, RowInputs(rows, rows, read, rows, rows, spans))
     paged, states = (int32s(num_rows + 1), rows, int32s(num_rows * (k + 1))), zeros(num_rows * (k + 1), 4096)
     close_rows(slots, whole, rows, paged, filled=False)
     close_rows(slots, whole, rows, paged, filled=True)

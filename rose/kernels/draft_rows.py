@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.launch import next_power_of_2, pdl
-from rose.slots import Slots
+from rose.slots import RowInputs, Slots
 
 _BLOCKS = 1024  # entries of a block table looked at at a time
 _TOKENS = 128  # of a row, whose blocks are marked at a time
@@ -34,10 +34,13 @@ def _covered(
 @triton.jit(do_not_specialize=["num_rows"])
 def _places_kernel(
     slots_ptr, limits_ptr, ids_ptr, num_tokens_ptr, num_prompt_ptr, table_ptr, whole_ptr, places_ptr, per_row_ptr,
-    row_table_ptr, cu_seqlens_ptr, num_rows, num_passes, ids_stride, table_stride, num_blocks, max_model_len,
-    WHOLE: tl.constexpr, PASSES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    row_table_ptr, cu_seqlens_ptr, pairs_ptr, num_rows, num_passes, ids_stride, table_stride, num_blocks,
+    max_model_len, dummy,
+    WHOLE: tl.constexpr, PAIRS: tl.constexpr, PASSES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """places int32 [5, P, R], per_row int32 [2, R]: the fields of RowPlaces in their order."""
+    """places int32 [5, P, R], per_row int32 [2, R]: the fields of RowPlaces in their order; pairs int32 [3, R, 2]:
+    those of Pairs; cu_seqlens int32 [R + 1], with pairs [2, R + 1]."""
     row = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -56,6 +59,17 @@ def _places_kernel(
     tl.store(at + 2 * field, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=inside)
     tl.store(at + 3 * field, known + ahead, mask=inside)
     tl.store(at + 4 * field, known - tl.load(num_prompt_ptr + slot) + ahead, mask=inside)
+    if PAIRS:
+        two = tl.arange(0, 2)
+        place = tl.minimum(tl.maximum(known - 2 + two, 0), ids_stride - 1)
+        block = tl.where(two >= 2 - known, tl.load(table_ptr + place // BLOCK_SIZE), dummy)
+        at = pairs_ptr + 2 * row + two
+        tl.store(at, tl.load(ids_ptr + place))
+        tl.store(at + 2 * num_rows, tl.minimum(place, max_model_len - 1))
+        tl.store(at + 4 * num_rows, block * BLOCK_SIZE + place % BLOCK_SIZE)
+        tl.store(cu_seqlens_ptr + num_rows + 2 + row, 2 * row + 2)
+        if row == 0:
+            tl.store(cu_seqlens_ptr + num_rows + 1, 0)
     last = tl.minimum(tl.maximum(known - 1, 0), ids_stride - 1)
     tl.store(per_row_ptr + row, tl.load(ids_ptr + last))
     limit = tl.load(limits_ptr + row)
@@ -71,21 +85,94 @@ def _places_kernel(
         tl.store(row_table_ptr + row.to(tl.int64) * num_blocks + index, entry, mask=index < num_blocks)
 
 
-def row_places(slots: Slots, rows: Tensor, limits: Tensor, num_passes: int, whole: Tensor | None) -> tuple[Tensor, ...]:
-    """The fields of rose.speculation.passes.RowPlaces: rows, limits int32 [R]; whole bool [num_blocks + 1]."""
+def row_places(
+    slots: Slots, rows: Tensor, limits: Tensor, num_passes: int, whole: Tensor | None, *, from_before: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The fields of rose.speculation.passes.RowPlaces but the last, and those of Pairs (`from_before`; else none).
+
+    rows, limits int32 [R]; whole bool [num_blocks + 1].
+    """
     assert rows.is_contiguous(), "read as dense"
     assert limits.is_contiguous(), "read as dense"
     num_rows, num_blocks = len(rows), slots.block_table.shape[1]
     places, per_row = rows.new_empty(5, num_passes, num_rows), rows.new_empty(2, num_rows)
-    table, cu_seqlens = rows.new_empty(num_rows, num_blocks), rows.new_empty(num_rows + 1)
+    table, cu_seqlens = rows.new_empty(num_rows, num_blocks), rows.new_empty(1 + from_before, num_rows + 1)
+    pairs = rows.new_empty(3, 2 * num_rows) if from_before else None
     _places_kernel[(num_rows,)](
         rows, limits, slots.ids, slots.num_tokens, slots.num_prompt, slots.block_table,
-        None if whole is None else whole.view(torch.uint8), places, per_row, table, cu_seqlens,
+        None if whole is None else whole.view(torch.uint8), places, per_row, table, cu_seqlens, pairs,
         num_rows, num_passes, slots.ids.stride(0), slots.block_table.stride(0), num_blocks, slots.max_model_len,
-        WHOLE=whole is not None, PASSES=next_power_of_2(num_passes), BLOCK_SIZE=slots.block_size,
-        BLOCKS=min(_BLOCKS, next_power_of_2(num_blocks)), **pdl(rows),
+        slots.dummy_block, WHOLE=whole is not None, PAIRS=from_before, PASSES=next_power_of_2(num_passes),
+        BLOCK_SIZE=slots.block_size, BLOCKS=min(_BLOCKS, next_power_of_2(num_blocks)), **pdl(rows),
     )  # fmt: skip
-    return (*places, *per_row, table, cu_seqlens)
+    return (*places, *per_row, table, cu_seqlens[0]), () if pairs is None else (*pairs, cu_seqlens[1])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _before_kernel(
+    slots_ptr, cu_seqlens_ptr, kv_lengths_ptr, table_ptr, input_ids_ptr, positions_ptr, mapping_ptr, ids_ptr,
+    per_token_ptr, cu_out_ptr, lengths_ptr, row_table_ptr,
+    num_tokens, num_rows, ids_stride, table_stride, num_blocks, max_model_len, dummy,
+    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """per_token int32 [3, T + R]: ids, positions, slot mapping."""
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    start, end = tl.load(cu_seqlens_ptr + row), tl.load(cu_seqlens_ptr + row + 1)
+    length = tl.load(kv_lengths_ptr + row)
+    begin, field = length - (end - start), num_tokens + num_rows
+    for first in range(start, end, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        at, inside = per_token_ptr + token, token < end
+        tl.store(at, tl.load(input_ids_ptr + token, mask=inside), mask=inside)
+        tl.store(at + field, tl.load(positions_ptr + token, mask=inside), mask=inside)
+        tl.store(at + 2 * field, tl.load(mapping_ptr + token, mask=inside), mask=inside)
+    table_ptr += row.to(tl.int64) * table_stride
+    place = tl.maximum(begin - 1, 0)
+    block = tl.where(begin > 0, tl.load(table_ptr + place // BLOCK_SIZE), dummy)
+    at = per_token_ptr + num_tokens + row
+    tl.store(at, tl.load(ids_ptr + slot * ids_stride + place))
+    tl.store(at + field, tl.minimum(place, max_model_len - 1))
+    tl.store(at + 2 * field, block * BLOCK_SIZE + place % BLOCK_SIZE)
+    tl.store(lengths_ptr + row, length)
+    tl.store(lengths_ptr + num_rows + row, place + 1)
+    tl.store(cu_out_ptr + row + 1, end)
+    tl.store(cu_out_ptr + num_rows + row + 1, num_tokens + row + 1)
+    if row == 0:
+        tl.store(cu_out_ptr, 0)
+    row_table_ptr += row.to(tl.int64) * num_blocks
+    for first in range(0, num_blocks, BLOCKS):
+        index = first + tl.arange(0, BLOCKS)
+        entry = tl.load(table_ptr + index, mask=index < num_blocks, other=0)
+        tl.store(row_table_ptr + index, entry, mask=index < num_blocks)
+        tl.store(row_table_ptr + num_rows.to(tl.int64) * num_blocks + index, entry, mask=index < num_blocks)
+
+
+def tokens_before(slots: Slots, inputs: RowInputs) -> tuple[Tensor, ...]:
+    """What rose.speculation.passes.with_tokens_before is made of. Every token of `inputs` is some row's.
+
+    All int32: ids, positions [T + R], cu_seqlens [2 R + 1], kv_lengths [2 R], block table [2 R, blocks], slot mapping
+    [T + R].
+    """
+    paged, rows = inputs.paged, inputs.slots
+    per_row = (rows, paged.cu_seqlens_q, paged.kv_lengths)
+    per_token = (inputs.input_ids, inputs.positions, paged.slot_mapping)
+    assert all(each.is_contiguous() for each in (*per_row, *per_token)), "read as dense"
+    assert paged.block_table.stride(1) == 1, "read as dense"
+    num_tokens, (num_rows, num_blocks) = len(inputs.input_ids), paged.block_table.shape
+    tokens = rows.new_empty(3, num_tokens + num_rows)
+    cu_seqlens, kv_lengths = rows.new_empty(2 * num_rows + 1), rows.new_empty(2 * num_rows)
+    table = rows.new_empty(2 * num_rows, num_blocks)
+    _before_kernel[(num_rows,)](
+        *per_row, paged.block_table, *per_token, slots.ids, tokens, cu_seqlens, kv_lengths, table,
+        num_tokens, num_rows, slots.ids.stride(0), paged.block_table.stride(0), num_blocks, slots.max_model_len,
+        slots.dummy_block, BLOCK_SIZE=slots.block_size, BLOCKS=min(_BLOCKS, next_power_of_2(num_blocks)),
+        TOKENS=_TOKENS, **pdl(rows),
+    )  # fmt: skip
+    return tokens[0], tokens[1], cu_seqlens, kv_lengths, table, tokens[2]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -1,8 +1,10 @@
 """Drafts by a second language model (Leviathan et al. 2023), or by the target's own first layers and its head.
 
-A model of its own has entries for every token that the target has computed: prompts in the step that computes them, and
-in a loop of drafts one pass more than there are drafts, so that the last has an entry, should it be accepted. What was
-rejected is overwritten. It runs on the leading rank alone.
+A model of its own has entries for the tokens that the target has computed: prompts in the step that computes them,
+drafts but for the last in the loop that makes them. The last one's entry is missing if it is accepted, and is made by
+whatever comes next: every pass begins one token before its row's (rose.speculation.passes). So k drafts are k passes,
+and a block of the prefix cache that ends with such a token is completed by who goes on behind it. What was rejected is
+overwritten. It runs on the leading rank alone.
 
 First layers need no cache: their keys and values are the target's own, which the target writes again as it verifies.
 """
@@ -27,7 +29,7 @@ from rose.speculation.draft_vocab import Logits, draft_logits
 from rose.speculation.drafting import DraftLM, Draws, use_device_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
-from rose.speculation.passes import Passes, Tokens, open_passes
+from rose.speculation.passes import Passes, Tokens, open_passes, with_tokens_before
 from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, ProposerSource, Target
 
 
@@ -39,26 +41,26 @@ class DraftModel:
         self._kept = KeptBlocks(parts.residents.slots)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        passes = self._kept.open(rows, rows.length + 1)
+        passes = self._kept.open(rows, rows.length, from_before=True)
         if passes is None:
             return no_drafts(rows)
         parts = self._parts
         draws = Draws(parts.residents, rows, passes, sampled=self._sampled)
-        ids = _loop(self._model, self._logits, parts, parts.caches, passes, draws, rows.length)
-        self._fill(passes.tokens(ids, rows.length))
+        _loop(self._model, self._logits, parts, parts.caches, passes, draws, rows.length)
         return draws.drafts()
 
     def accepted(self, step: Closing) -> None:
-        has_drafts = step.tokens.shape[1] > 1  # they have been filled as they were made
+        has_drafts = step.tokens.shape[1] > 1  # filled as they were made, but for the last
         if step.keep_draft and not has_drafts and self._kept.serves(step):
-            self._fill(step.inputs)
+            self._fill(step)
         self._kept.close(step, filled=step.keep_draft or has_drafts)
 
     def prefill(self, step: Closing) -> None:
-        self._fill(step.inputs)
+        self._fill(step)
         self._kept.close(step, filled=True)
 
-    def _fill(self, tokens: Tokens | RowInputs) -> None:
+    def _fill(self, step: Closing) -> None:
+        tokens = with_tokens_before(self._parts.residents.slots, step.inputs)
         self._model(tokens, self._parts.attention.paged(tokens.paged, self._parts.caches))
 
 
@@ -177,11 +179,11 @@ def _loop(
     passes: Passes,
     draws: Draws,
     length: int,
-) -> Tensor:
-    """So many passes, each for one draft; the last draft, int32 [R], has no entry yet."""
-    ids = passes.found.last_ids
+) -> None:
+    """So many passes, each for one draft; the last draft has no entry yet."""
+    tokens = passes.first()
     for place in range(length):
-        tokens = passes.tokens(ids, place)
         hidden = model(tokens, parts.attention.paged(tokens.paged, caches))
-        ids = draws.add(logits(hidden))
-    return ids
+        ids = draws.add(logits(passes.last_of(hidden)))
+        if place + 1 < length:
+            tokens = passes.tokens(ids, place + 1)

@@ -2,7 +2,8 @@
 
 A decode step with `keep_draft` off computes nothing for the proposer, and leaves a gap. Blocks that a gap lies in or
 before are marked, not sequences: who comes upon them by a prefix hit has the same gap, and after a preemption only what
-is computed again is whole. Steps with prompts always fill the proposer's cache, so what many share has no gaps.
+is computed again is whole. Steps with prompts always fill the proposer's cache, so what many share has no gaps. What
+the next pass makes up for, the entry of a draft model's last draft, is no gap.
 """
 
 import torch
@@ -21,7 +22,7 @@ class KeptBlocks:
         self._slots = slots
         self._whole = torch.zeros(slots.dummy_block + 1, dtype=torch.bool, device=slots.ids.device)
 
-    def open(self, rows: DraftRows, num_passes: int) -> Passes | None:
+    def open(self, rows: DraftRows, num_passes: int, *, from_before: bool = False) -> Passes | None:
         """A loop of drafts, whose rows have none where there is a gap before their last token. None where every row has
         one, and nothing need be computed; never so on a GPU, which is not waited for."""
         slots = self._slots
@@ -29,7 +30,7 @@ class KeptBlocks:
             known = slots.num_tokens[rows.slots]
             if not covered(slots, self._whole, rows.slots, known - 1).any():
                 return None
-        return open_passes(slots, rows, num_passes, self._whole)
+        return open_passes(slots, rows, num_passes, self._whole, from_before=from_before)
 
     def serves(self, step: Closing) -> bool:
         """Whether what a proposer computes of the step's tokens can be of use: some row has no gap before them. On a

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from ipc.types import SamplingParams
+from rose import cpu_decoder
+from rose.attention.paged import PagedKV
 from rose.config import RankConfig, SpeculationConfig
 from rose.decoder_loader import DecoderLoader
+from rose.kv_cache import KVShape, allocate
 from rose.model_runner import ModelRunner
 from rose.models.config import ModelError, read_config
 from rose.models.llama import LlamaForCausalLM
@@ -23,6 +26,7 @@ from rose.models.task import GenerateTask
 from tests.goldens import NUM_TOKENS, read_goldens
 from tests.rose.speculation.checked import Batch, attend, positions_of
 from tests.rose.speculation.replica import Jobs, Replica
+from tests.rose.speculation.whole_steps import SLOTS, K, Way, World, going, write_models
 from tests.rose.tiny_lm import write_llama, write_relative
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -44,19 +48,68 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("target"), tokenizer=True)
 
 
+def allocate_damaged(shape: KVShape, num_blocks: int, device: torch.device) -> Sequence[PagedKV]:
+    """What failed rows may have left in every block."""
+    caches = allocate(shape, num_blocks, device)
+    for part in (part for cache in caches for part in cache):
+        part.fill_(float("nan"))
+    return caches
+
+
+@pytest.mark.parametrize(
+    ("draft_lengths", "least"), [([], 100), ([(2, 3), (4, 0)], 40)], ids=["always", "pausing"]
+)  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_of_the_target_itself_are_all_accepted(target: Path, temperature: float) -> None:
-    """Also as draws: p / q is 1, but for rounding."""
+def test_drafts_of_the_target_itself_are_all_accepted(
+    target: Path, temperature: float, draft_lengths: list[tuple[int, int]], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as draws: p / q is 1, but for rounding. So every step with drafts leaves an entry to be made up for: by the
+    next one, by one without drafts, by one with prompts."""
+    monkeypatch.setattr(cpu_decoder, "allocate", allocate_damaged)
     fields = {"temperature": temperature, "max_tokens": 33, "ignore_eos": True, "frequency_penalty": 0.3}
     jobs: Jobs = [(PROMPT[:size], SamplingParams(seed=size, **fields)) for size in range(1, 8)]
     speculation = SpeculationConfig(
-        proposer="draft_model", model=str(target), num_draft_tokens=3, draft_sampling="sampled"
-    )
+        proposer="draft_model", model=str(target), num_draft_tokens=3, draft_sampling="sampled",
+        draft_lengths=draft_lengths,
+    )  # fmt: skip
     with runner_of(target, speculation) as runner:
         replica = Replica(runner)
         answers = replica.run(jobs, random.Random(0))
         assert [len(answer.tokens) for answer in answers] == [33] * len(jobs)
-        assert replica.figures.num_accepted_tokens == replica.figures.num_draft_tokens > 100
+        assert replica.figures.num_accepted_tokens == replica.figures.num_draft_tokens > least
+        assert replica.draft_lengths == {0, 3}
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"])
+def test_whole_steps_make_up_for_the_last_drafts_entry(tmp_path: Path, way: Way) -> None:
+    """The target's own drafts by the GPU's way too: all accepted, also behind a step without."""
+    write_relative(tmp_path / "another model", write_models(tmp_path), noise=0.0)
+    with going(way):
+        world = World(tmp_path, "another model", way=way, device=torch.device("cpu"))
+        for k in (3, 2, 0, 3, 0, 0, 1, 3):
+            drafts, _, num_new = world.step(k)
+            counts = num_new[:-1] - 1
+            assert torch.equal(counts, torch.zeros_like(counts) if drafts is None else drafts.counts[:-1])
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"])
+def test_so_many_drafts_are_so_many_passes(tmp_path: Path, way: Way) -> None:
+    """The first of a loop is over two tokens a row; closing a step with drafts takes none, one without another row."""
+    write_models(tmp_path)
+    num_rows, runs = len(SLOTS), []
+    with going(way):
+        world = World(tmp_path, "another model", way=way, device=torch.device("cpu"))
+        world.proposer._model.register_forward_pre_hook(lambda _, args: runs.append(len(args[0].input_ids)))  # type: ignore[attr-defined]
+        for k in range(1, K + 1):
+            runs.clear()
+            world.step(k)
+            assert runs == [2 * num_rows, *[num_rows] * (k - 1)]
+        runs.clear()
+        world.step(0)
+        assert runs == [2 * num_rows]
+        runs.clear()
+        world.step(0, keep_draft=False)
+        assert not runs
 
 
 class Expected(NamedTuple):
