@@ -52,8 +52,7 @@ class ChoiceText:
         """What the client gets to see of these tokens; None if that is nothing yet."""
         piece = Piece(self._choice)
         self.num_cached_tokens = delta.num_cached_tokens or self.num_cached_tokens
-        self.num_draft_tokens += delta.num_draft_tokens
-        self.num_accepted_tokens += delta.num_accepted_tokens
+        num_tokens = self.num_tokens
         if self._echo is not None:
             self._echo.add(delta)
             if delta.tokens or delta.finish_reason:
@@ -63,6 +62,8 @@ class ChoiceText:
             piece.finish_reason = "length" if delta.tokens or delta.finish_reason else None
         else:
             self._add_tokens(piece, delta)
+        self.num_draft_tokens += delta.num_draft_tokens
+        self.num_accepted_tokens += min(delta.num_accepted_tokens, self.num_tokens - num_tokens)  # up to a stop string
         if not (piece.text or piece.reasoning or piece.calls or piece.finish_reason):
             return None
         piece.tokens = piece.tokens + self._held

@@ -83,6 +83,7 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     `num_cached_tokens` and `timings` so far come with the first token as well: a gateway that finds a stop string
     gets no terminal delta.
 
+    `num_draft_tokens` are of the delta's own step, and so `num_accepted_tokens`, the first of its tokens.
     `prompt_logprobs` come chunk by chunk as the prompt is computed, in order, from its second token on.
     """
 

@@ -31,6 +31,17 @@ class Taken(NamedTuple):
     failed: list[tuple[Sequence, int]]  # with the row's status
 
 
+class Drafts(NamedTuple):
+    """Of each row of a step."""
+
+    num_drafts: list[int]
+    num_accepted: list[int]  # of the tokens that its client gets
+
+    def of(self, index: int) -> dict[str, int]:
+        """Fields of the row's delta."""
+        return {"num_draft_tokens": self.num_drafts[index], "num_accepted_tokens": self.num_accepted[index]}
+
+
 def check_answer(step: Step, arrays: Arrays, residents: Residents) -> None:
     """Raises Diverged where the rank's slots cannot be what the planner knows of them. Changes nothing."""
     lanes, n = residents.lanes, step.num_rows
@@ -65,7 +76,7 @@ class Answers:
         counts = _ints(arrays["num_tokens"][:n]) * (good & alive)
         tokens = _ints(arrays["tokens"][:n, : step.draft_length + 1])
         endings = find_endings(rows, tokens, counts, lanes, self._facts.eos_token_ids)
-        self._count(step, endings.taken, counts, arrays, compute_us)
+        drafts = self._count(step, endings.taken, counts, arrays, compute_us)
         self._observe(rows, endings.taken, now)
         lanes.known[rows] += endings.taken
         special = endings.ended | ~good | ~alive | lanes.wants_logprobs[rows]
@@ -73,7 +84,7 @@ class Answers:
         lists = tokens.tolist()
         if step.draft_length:
             lists = [row[:count] for row, count in zip(lists, endings.taken.tolist(), strict=True)]
-        self._take_plain(rows, lists, special, taken)
+        self._take_plain(rows, lists, special, drafts, taken)
         prompt_lines = self._prompt_lines(step)
         for index in np.flatnonzero(special & alive).tolist():
             sequence = lanes.at(int(rows[index]))
@@ -84,20 +95,25 @@ class Answers:
             new = lists[index][: int(endings.taken[index])]
             if prompt is not None:
                 self._prefilled(prompt, int(step.generations[index]))
-            self._take_one(sequence, index, new, prompt, prompt_lines.get(index, 0), endings, arrays, taken)
+            self._take_one(
+                sequence, index, new, prompt, prompt_lines.get(index, 0), endings, arrays, drafts, taken
+            )  # fmt: skip
         return taken
 
     # --- rows -----------------------------------------------------------------------------------------------
 
-    def _take_plain(self, rows: Ints, lists: list[list[int]], special: Flags, taken: Taken) -> None:
+    def _take_plain(
+        self, rows: Ints, lists: list[list[int]], special: Flags, drafts: Drafts | None, taken: Taken
+    ) -> None:
         """The rows that are nothing but tokens: this loop is most of what a large step costs."""
         sequences, deltas = self._lanes.sequences, taken.deltas
-        for lane, new, is_special in zip(rows.tolist(), lists, special.tolist(), strict=True):
+        for index, (lane, new, is_special) in enumerate(zip(rows.tolist(), lists, special.tolist(), strict=True)):
             if not is_special:
                 sequence = sequences[lane]
                 assert sequence is not None
                 sequence.ids.extend(new)
-                deltas[sequence.gateway].append(TokenDelta(sequence.chunk_id, new))
+                more = {} if drafts is None else drafts.of(index)
+                deltas[sequence.gateway].append(TokenDelta(sequence.chunk_id, new, **more))  # type: ignore[arg-type]
 
     def _take_one(
         self,
@@ -108,6 +124,7 @@ class Answers:
         prompt_line: int,
         endings: Endings,
         arrays: Arrays,
+        drafts: Drafts | None,
         taken: Taken,
     ) -> None:
         is_first = bool(new) and len(sequence.ids) == sequence.num_prompt
@@ -120,6 +137,8 @@ class Answers:
         if endings.ended[index]:
             delta |= self._ending(sequence, "stop" if endings.stopped[index] else "length")
             taken.ended.append(sequence)
+        if drafts is not None:
+            delta |= drafts.of(index)
         if new or delta:
             taken.deltas[sequence.gateway].append(TokenDelta(sequence.chunk_id, new, **delta))  # type: ignore[arg-type]
 
@@ -140,13 +159,7 @@ class Answers:
         return lines
 
     def _ending(self, sequence: Sequence, reason: FinishReason) -> dict[str, object]:
-        lanes, lane = self._lanes, sequence.lane
-        return {
-            "finish_reason": reason,
-            "num_prompt_tokens": sequence.num_prompt,
-            "num_draft_tokens": int(lanes.num_drafts[lane]),
-            "num_accepted_tokens": int(lanes.num_accepted[lane]),
-        } | self._costs(sequence)
+        return {"finish_reason": reason, "num_prompt_tokens": sequence.num_prompt} | self._costs(sequence)
 
     def _costs(self, sequence: Sequence) -> dict[str, object]:
         """What it took so far: told with the first token, since a stop string ends it without a terminal delta."""
@@ -163,17 +176,18 @@ class Answers:
 
     # --- figures --------------------------------------------------------------------------------------------
 
-    def _count(self, step: Step, taken: Ints, counts: Ints, arrays: Arrays, compute_us: int) -> None:
+    def _count(self, step: Step, taken: Ints, counts: Ints, arrays: Arrays, compute_us: int) -> Drafts | None:
+        """What clients are told of drafts."""
         lanes, rows, figures = self._lanes, step.lanes, self._figures
         lanes.num_steps[rows] += 1
         lanes.compute_us[rows] += compute_us
         figures.num_generated_tokens += int(taken.sum())
         figures.num_prefilled_tokens += sum(row.end - row.start for row in step.prefills)
-        if step.draft_length:
-            drafts, accepted = _ints(arrays["num_drafts"][: len(rows)]) * (counts > 0), np.maximum(counts - 1, 0)
-            lanes.num_drafts[rows] += drafts
-            lanes.num_accepted[rows] += np.minimum(accepted, taken)  # of those that its client gets
-            figures.count_drafts(drafts, accepted)
+        if not step.draft_length:
+            return None
+        drafts, accepted = _ints(arrays["num_drafts"][: len(rows)]) * (counts > 0), np.maximum(counts - 1, 0)
+        figures.count_drafts(drafts, accepted)
+        return Drafts(drafts.tolist(), np.minimum(accepted, taken).tolist())
 
     def _observe(self, rows: Ints, taken: Ints, now: float) -> None:
         """Times to the first token, and per token after it."""

@@ -16,7 +16,7 @@ NOWHERE = -1  # generation of a sequence that is in no slot
 
 _INTS = (
     *("slot", "generation", "num_blocks", "known", "limit", "first_end", "min_new", "max_new", "in_flight"),
-    *("stepped", "num_steps", "num_drafts", "num_accepted", "compute_us"),
+    *("stepped", "num_steps", "compute_us"),
 )
 _FLAGS = ("decoding", "done", "ends_on_eos", "has_stops", "wants_logprobs")
 
@@ -35,8 +35,6 @@ class Lanes:
     max_new: Ints  # … and at most
     stepped: Ints  # the newest step with a row of it
     num_steps: Ints
-    num_drafts: Ints
-    num_accepted: Ints
     compute_us: Ints
     decoding: Flags  # in a slot, and all of its prefill has been sent
     done: Flags

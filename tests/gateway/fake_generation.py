@@ -31,7 +31,7 @@ class Sequence:
     prompt: list[int]
     tokens: list[int]
     sent: int = 0
-    num_drafts: tuple[int, int] = (0, 0)  # and of them accepted
+    num_drafts: tuple[int, int] = (0, 0)  # of each step, and of them accepted
 
     def delta(self, count: int, eos: tuple[int, ...]) -> TokenDelta:
         """The next `count` tokens, with all that the submit asked for."""
@@ -57,8 +57,8 @@ class Sequence:
             finish_reason=reason,  # type: ignore[arg-type]
             num_prompt_tokens=len(self.prompt) if reason else 0,
             num_cached_tokens=len(self.prompt) // 2 if first or reason else 0,
-            num_draft_tokens=self.num_drafts[0] if reason else 0,
-            num_accepted_tokens=self.num_drafts[1] if reason else 0,
+            num_draft_tokens=self.num_drafts[0],
+            num_accepted_tokens=self.num_drafts[1],
             timings=Timings(0.5, 1.5) if first or reason else None,
         )
 

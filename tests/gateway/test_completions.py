@@ -51,10 +51,24 @@ async def test_completes_a_string(chat_stack: Stack) -> None:
 
 
 async def test_drafts_are_told_in_usage(chat_stack: Stack) -> None:
-    chat_stack.schedulers["chat/0"].generations.num_drafts = (9, 5)
+    generations = chat_stack.schedulers["chat/0"].generations
+    generations.num_drafts, generations.tokens_per_step = (5, 3), 4
     _, body = await complete(chat_stack, "hello the", max_tokens=8, n=2)
     assert body["usage"]["completion_tokens_details"] == {
-        "accepted_prediction_tokens": 10, "rejected_prediction_tokens": 8,
+        "accepted_prediction_tokens": 12, "rejected_prediction_tokens": 8,
+    }  # fmt: skip
+
+
+async def test_drafts_behind_a_stop_string_were_not_accepted(chat_stack: Stack) -> None:
+    generations = chat_stack.schedulers["chat/0"].generations
+    generations.num_drafts, generations.tokens_per_step = (5, 3), 4
+    run(chat_stack, ids("hello world and more of it"))
+    _, body = await complete(chat_stack, max_tokens=50, stop="rld")
+    whole, rest = divmod(len(ids("hello world")), 4)  # the tokens that it took, in steps
+    assert 0 < rest < 3
+    accepted, drafts = 3 * whole + rest, 5 * (whole + 1)
+    assert body["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafts - accepted,
     }  # fmt: skip
 
 

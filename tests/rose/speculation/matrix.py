@@ -100,8 +100,7 @@ class Matrix:
             replica = Replica(runner)
             answer = replica.run([job], random.Random(0))[0]
             self._check(index, answer, self.answers[index])
-            assert answer.last is not None
-            num_cut += replica.figures.num_accepted_tokens - answer.last.num_accepted_tokens
+            num_cut += replica.figures.num_accepted_tokens - answer.num_accepted_tokens
         return num_cut
 
     def _check(self, index: int, answer: Answer, expected: Answer) -> None:
@@ -109,5 +108,4 @@ class Matrix:
             assert answer.tokens == expected.tokens[: len(answer.tokens)], f"job {index}"
             return
         assert answer.same(expected), f"job {index} of {self.jobs[index][1]}: {answer} instead of {expected}"
-        if expected.last is not None and answer.last is not None:
-            assert answer.last.num_accepted_tokens <= min(answer.last.num_draft_tokens, len(answer.tokens))
+        assert answer.num_accepted_tokens <= min(answer.num_draft_tokens, len(answer.tokens))

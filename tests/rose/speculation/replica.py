@@ -33,7 +33,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     end: str = ""
-    last: TokenDelta | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def same(self, other: "Answer") -> bool:
         """Tokens and end; log probabilities up to rounding, which depends on how many rows are computed together."""
@@ -116,9 +117,11 @@ class Replica:
     def _take_delta(self, answer: Answer, delta: TokenDelta) -> None:
         assert not answer.end, "tokens after the end"
         answer.tokens += delta.tokens
+        answer.num_draft_tokens += delta.num_draft_tokens
+        answer.num_accepted_tokens += delta.num_accepted_tokens
         answer.logprobs += delta.logprobs
         answer.top_ids += [[token for token, _ in each] for each in delta.top_logprobs]
         if delta.finish_reason:
-            answer.end, answer.last = delta.finish_reason, delta
+            answer.end = delta.finish_reason
         elif len(answer.tokens) >= self.aborts.get(delta.chunk_id, 1 << 30):
             self._take(self.planner.abort(1, delta.chunk_id, "disconnect"))
