@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.micro.gpu_timing import BYTES_PER_S, attempt, graph_us, num_copies, relative_error
 from rose.attention.paged import PagedKV
 from rose.kernels.launch import next_power_of_2
-from rose.kernels.paged_attention import Splits, default_splits, paged_attention
+from rose.kernels.paged_attention import Splits, default_splits, new_counters, paged_attention
 
 DEVICE, BF16, BLOCK_SIZE, HEAD_DIM = "cuda", torch.bfloat16, 16, 128
 TOLERANCE = 1e-2
@@ -105,10 +105,12 @@ def timed(point: Point, data: Data, attend: Callable[[Layer], Tensor]) -> dict[s
 
 
 def by_triton(point: Point, data: Data, splits: Splits) -> dict[str, Any]:
+    counters = new_counters(torch.device(DEVICE))
+
     def attend(layer: Layer) -> Tensor:
         return paged_attention(
             layer.q, *layer.cache, data.cu_seqlens_q, data.kv_lengths, data.table,
-            scale=HEAD_DIM**-0.5, max_q_len=point.q, splits=splits,
+            scale=HEAD_DIM**-0.5, max_q_len=point.q, splits=splits, counters=counters,
         )  # fmt: skip
 
     return timed(point, data, attend)

@@ -13,26 +13,38 @@ from torch import Tensor
 from rose.attention.interface import Attend, AttentionShape
 from rose.attention.paged import PagedKV, PagedRows
 from rose.kernels.kv_append import kv_append
-from rose.kernels.paged_attention import MAX_SHORT, paged_attention
+from rose.kernels.paged_attention import MAX_SHORT, new_counters, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
 
 
 class TritonPagedBackend:
-    """Keeps no state. float16 and bfloat16; head_dim a power of two from 16 on."""
+    """For the steps of one stream, which share counters. float16 and bfloat16; head_dim a power of two from 16 on."""
+
+    def __init__(self) -> None:
+        self._counters: Tensor | None = None  # never replaced: graphs know their place
 
     def paged(self, rows: PagedRows, caches: Sequence[PagedKV]) -> Attend:
-        return TritonPaged(rows, caches)
+        return TritonPaged(rows, caches, self._counters_on(rows.kv_lengths.device))
 
     def static(self, rows: PagedRows, caches: Sequence[PagedKV], shape: AttentionShape) -> "TritonPaged":
-        return TritonPaged(rows, caches)
+        return TritonPaged(rows, caches, self._counters_on(rows.kv_lengths.device))
+
+    def _counters_on(self, device: torch.device) -> Tensor:
+        if self._counters is not None:
+            return self._counters
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return new_counters(device)  # the graph's own, which each replay makes zero: nobody else may use them
+        self._counters = new_counters(device)
+        return self._counters
 
 
 class TritonPaged:
     """Launches the same for any lengths, so a graph of it is right for all steps of the same bounds."""
 
-    def __init__(self, rows: PagedRows, caches: Sequence[PagedKV]) -> None:
+    def __init__(self, rows: PagedRows, caches: Sequence[PagedKV], counters: Tensor) -> None:
         self._rows = rows
         self._caches = caches
+        self._counters = counters
         self._layer = 0  # of the next call
 
     def prepare(self, cu_seqlens_host: list[int]) -> None:
@@ -50,5 +62,5 @@ class TritonPaged:
             return paged_prefill(q, *where, scale=shape.scale, out=out)
         if rows.max_q_len > MAX_SHORT:
             paged_prefill(q, *where, scale=shape.scale, min_q_len=short + 1, out=out)
-        paged_attention(q, *where, scale=shape.scale, max_q_len=short, out=out)
+        paged_attention(q, *where, scale=shape.scale, max_q_len=short, out=out, counters=self._counters)
         return out

@@ -3,8 +3,9 @@
 Lengths and block tables are read on the device: the launch follows from the number of rows alone, so one captured
 graph is right for any lengths. The heads that share a KV head and a row's queries are the M rows of one tile, so that
 tensor cores multiply and each key is read once. A row's keys are cut into at most `num_splits` parts of at least
-`min_keys`; a part leaves its softmax unfinished, with the logarithm of its sum, and a second kernel adds the parts up
-in their order (Flash-Decoding): the same bits in every run. A row of one part writes its result at once.
+`min_keys`; a part leaves its softmax unfinished, with the logarithm of its sum (Flash-Decoding), and counts itself; who
+finds that all others are there adds the parts up, always in their order: the same bits in every run. A row of one part
+writes its result at once.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,8 @@ MAX_SHORT = 8  # queries of a row that these kernels take
 _PROGRAMS = 528  # four for each multiprocessor of an H200
 _MAX_SPLITS, _MIN_SPLITS = 64, 4
 _MIN_TILE_ROWS = 16  # of a tensor-core product
+_MERGE_ROWS, _MERGE_PARTS = 8, 16  # added up at once
+NUM_COUNTERS = 1 << 16  # rows times KV heads of a launch that divides its rows
 
 
 class Splits(NamedTuple):
@@ -41,14 +44,14 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have;
     `tile_rows`: queries of a row times heads that share a KV head. Few rows: parts as short as a tile, to have programs
     for the whole device. Many rows: long parts, so that typical rows have one, but enough of them that a single long
-    row does not hold up the step. The more there is to write of a part, the fewer.
+    row does not hold up the step. The more there is to write of a part, the fewer: one program reads them all again.
     """
     programs = max(1, num_rows * num_kv_heads)
     narrow, few = tile_rows <= _MIN_TILE_ROWS, programs <= 16
     block_n = 128 if narrow and head_dim == 128 else 64
     min_keys = block_n if few else 128 if programs <= 128 else 512 if programs <= 512 else 1024
     num_splits = max(_MIN_SPLITS, min(_MAX_SPLITS, next_power_of_2(-(-_PROGRAMS // programs))))
-    num_splits = num_splits if narrow or few else num_splits // 2
+    num_splits = num_splits if narrow else num_splits // 2
     num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
     return Splits(num_splits, min_keys, block_n, 4, 3 if head_dim >= 128 else 5)
 
@@ -61,12 +64,48 @@ def _parts(length, num_splits, min_keys, BLOCK_N: tl.constexpr):
     return each, tl.maximum(tl.cdiv(length, each), 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "short", "num_splits", "min_keys"])  # one compilation for all launches
+@triton.jit
+def _merge(
+    out_ptr, part_ptr, log_ptr, first, num_queries, num_parts, part_heads, kv_head,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of the heads that share a KV head, of all queries of a row. Reads past L1: others wrote."""
+    lane = tl.arange(0, HEAD_DIM)
+    for begin in tl.range(0, num_queries * GROUP, ROWS, num_stages=1):
+        tile_row = begin + tl.arange(0, ROWS)
+        query = tile_row // GROUP
+        present = query < num_queries
+        head = (first + query).to(tl.int64) * NUM_HEADS + kv_head * GROUP + tile_row % GROUP
+        acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        row_max = tl.full((ROWS,), -1e30, tl.float32)
+        row_sum = tl.zeros((ROWS,), tl.float32)
+        for begin_part in tl.range(0, num_parts, AT_ONCE, num_stages=1):
+            for index in tl.static_range(AT_ONCE):  # their loads are under way together
+                part = begin_part + index
+                here = query < tl.where(part < num_parts, num_queries, 0)
+                place = part * part_heads + head
+                values = tl.load(
+                    part_ptr + place[:, None] * HEAD_DIM + lane[None, :],
+                    mask=here[:, None], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                logarithm = tl.load(log_ptr + place, mask=here, other=float("-inf"), cache_modifier=".cg")
+                new_max = tl.maximum(row_max, logarithm)
+                kept, weight = tl.exp2(row_max - new_max), tl.exp2(logarithm - new_max)
+                acc = acc * kept[:, None] + values * weight[:, None]
+                row_sum = row_sum * kept + weight
+                row_max = new_max
+        result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+        at = head[:, None] * HEAD_DIM + lane[None, :]
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=present[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "short", "num_splits", "min_keys"])  # one compilation for all lengths
 def _attend_part_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, log_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, log_ptr, counter_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, table_ptr,
     num_tokens, short, num_splits, min_keys, q_stride, table_stride, scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
     kv_head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -83,7 +122,6 @@ def _attend_part_kernel(
         query = tile_row // GROUP
         present = query < num_queries
         position = length - num_queries + query
-        head = (first + query).to(tl.int64) * NUM_HEADS + kv_head * GROUP + tile_row % GROUP  # of q and out, flat
         q_at = (first + query).to(tl.int64) * q_stride + (kv_head * GROUP + tile_row % GROUP) * HEAD_DIM
         q = tl.load(q_ptr + q_at[:, None] + lane[None, :], mask=present[:, None], other=0.0)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
@@ -104,40 +142,32 @@ def _attend_part_kernel(
             )
         seen = row_sum > 0.0
         acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
+        head = (first + query).to(tl.int64) * NUM_HEADS + kv_head * GROUP + tile_row % GROUP  # of q and out, flat
+        held = tile_row < num_queries * GROUP  # `present`, made again: else it is kept through the loop, in memory
         if num_parts == 1:
             at = head[:, None] * HEAD_DIM + lane[None, :]
-            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=present[:, None])
+            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=held[:, None])
         else:
-            place = part * num_tokens.to(tl.int64) * NUM_HEADS + head
-            tl.store(part_ptr + place[:, None] * HEAD_DIM + lane[None, :], acc, mask=present[:, None])
+            part_heads = num_tokens.to(tl.int64) * NUM_HEADS
+            place = part * part_heads + head
+            tl.store(part_ptr + place[:, None] * HEAD_DIM + lane[None, :], acc, mask=held[:, None])
             logarithm = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
-            tl.store(log_ptr + place, logarithm, mask=present)
+            tl.store(log_ptr + place, logarithm, mask=held)
+            # One thread counts: behind all stores of this program (barrier, release), before its loads (acquire).
+            tl.debug_barrier()
+            counter = counter_ptr + row * NUM_KV_HEADS + kv_head
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if num_before == num_parts - 1:
+                tl.store(counter, 0)  # for the next launch
+                _merge(
+                    out_ptr, part_ptr, log_ptr, first, num_queries, num_parts, part_heads, kv_head,
+                    GROUP, NUM_HEADS, HEAD_DIM, MERGE_ROWS, MERGE_PARTS,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "short", "min_keys"])
-def _merge_kernel(
-    out_ptr, part_ptr, log_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, num_tokens, short, min_keys,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    head, row, query = tl.program_id(0), tl.program_id(1) // short, tl.program_id(1) % short
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    first = tl.load(cu_seqlens_q_ptr + row)
-    num_queries = tl.load(cu_seqlens_q_ptr + row + 1) - first
-    _, num_parts = _parts(tl.load(kv_lengths_ptr + row), NUM_SPLITS, min_keys, BLOCK_N)
-    if (query < num_queries) & (num_queries <= short) & (num_parts > 1):
-        lane = tl.arange(0, HEAD_DIM)
-        part = tl.arange(0, NUM_SPLITS)
-        present = part < num_parts
-        place = (part * num_tokens.to(tl.int64) + first + query) * NUM_HEADS + head
-        logarithm = tl.load(log_ptr + place, mask=present, other=float("-inf"))
-        weight = tl.exp2(logarithm - tl.max(logarithm, axis=0))
-        values = tl.load(part_ptr + place[:, None] * HEAD_DIM + lane[None, :], mask=present[:, None], other=0.0)
-        result = tl.sum(values * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-        at = ((first + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lane
-        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty))
+def new_counters(device: torch.device) -> Tensor:
+    """Where the parts of rows are counted, for `paged_attention`: int32 [NUM_COUNTERS], zeros between launches."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def paged_attention(
@@ -152,6 +182,7 @@ def paged_attention(
     max_q_len: int,
     splits: Splits | None = None,
     out: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """q [T, heads, head_dim] of R rows -> like q, contiguous; query i of row r sees keys <= kv_lengths[r] - q_len + i.
 
@@ -159,7 +190,9 @@ def paged_attention(
     [R], the row's own queries included; block_table int32 [R, max_blocks], unit stride within a row. Rows of more than
     max_q_len (at most MAX_SHORT) queries are left alone, as is their place in `out`; without `out` what belongs to
     no short row is undefined. Rows without keys come out zero. head_dim a power of two from 16 on; tokens of q may
-    be any distance apart, heads of one follow each other.
+    be any distance apart, heads of one follow each other. `counters`, int32 zeros, are zero again afterwards: launches
+    that follow one another share them, in graphs and out of them; without them a launch makes its own. A launch of
+    more rows times KV heads than counters does not divide its rows.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_rows, num_kv_heads, block_size = len(kv_lengths), k_cache.shape[2], k_cache.shape[1]
@@ -172,20 +205,19 @@ def paged_attention(
     if splits is None:
         splits = default_splits(num_rows, num_kv_heads, head_dim, block_table.shape[1] * block_size, tile_rows)
     out = q.new_empty(q.shape) if out is None else out
-    divided = splits.num_splits > 1
-    part = q.new_empty((splits.num_splits, *q.shape), dtype=torch.float32) if divided else out
-    logarithm = q.new_empty((splits.num_splits, num_tokens, num_heads), dtype=torch.float32) if divided else out
-    shape = {"HEAD_DIM": head_dim, "BLOCK_N": splits.block_n, **pdl(q)}
-    _attend_part_kernel[(num_kv_heads, num_rows, splits.num_splits)](
-        q, k_cache, v_cache, out, part, logarithm, cu_seqlens_q, kv_lengths, block_table,
-        num_tokens, max_q_len, splits.num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,
-        GROUP=group, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_M=tile_rows,
-        STAGES=splits.num_stages, num_warps=splits.num_warps, **shape,
+    programs = num_rows * num_kv_heads
+    divided = splits.num_splits > 1 and (counters is None or programs <= len(counters))
+    num_splits = splits.num_splits if divided else 1
+    part = q.new_empty((num_splits, *q.shape), dtype=torch.float32) if divided else out
+    logarithm = q.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32) if divided else out
+    if counters is None:
+        counters = kv_lengths.new_zeros(programs) if divided else kv_lengths  # not read otherwise
+    _attend_part_kernel[(num_kv_heads, num_rows, num_splits)](
+        q, k_cache, v_cache, out, part, logarithm, counters, cu_seqlens_q, kv_lengths, block_table,
+        num_tokens, max_q_len, num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,
+        GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=tile_rows,
+        BLOCK_N=splits.block_n, STAGES=splits.num_stages,
+        MERGE_ROWS=min(_MERGE_ROWS, next_power_of_2(group * max_q_len)), MERGE_PARTS=_MERGE_PARTS,
+        num_warps=splits.num_warps, **pdl(q),
     )  # fmt: skip
-    if divided:
-        _merge_kernel[(num_heads, num_rows * max_q_len)](
-            out, part, logarithm, cu_seqlens_q, kv_lengths, num_tokens, max_q_len, splits.min_keys,
-            NUM_HEADS=num_heads, NUM_SPLITS=splits.num_splits,
-            num_warps=max(1, min(4, splits.num_splits * head_dim // 1024)), **shape,
-        )  # fmt: skip
     return out

@@ -33,6 +33,12 @@ def paged_rows(q_lengths: list[int], kv_lengths: list[int]) -> PagedRows:
     )
 
 
+def test_passes_share_counters() -> None:
+    backend, cache = TritonPagedBackend(), [PagedKV(*torch.zeros(2, NUM_BLOCKS + 1, BLOCK_SIZE, 2, 32, device=DEVICE))]
+    rows = paged_rows([1], [20])
+    assert backend.paged(rows, cache)._counters is backend.static(rows, cache, SHAPE)._counters
+
+
 @pytest.mark.parametrize("q_lengths", [[1, 1, 1, 1], [3, 3, 3, 3], [1, 20, 5, 9], [17]])
 def test_same_as_the_reference(q_lengths: list[int]) -> None:
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rose.kernels.paged_attention import MAX_SHORT, Splits, default_splits, paged_attention
+from rose.kernels.paged_attention import MAX_SHORT, Splits, default_splits, new_counters, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -58,10 +58,17 @@ class Paged:
             got = out[start : start + self.q_lengths[row]].float().cpu()
             torch.testing.assert_close(got, self.expected(row), atol=tolerance, rtol=tolerance)
 
-    def decode(self, max_q_len: int, splits: Splits | None = FEW, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        max_q_len: int,
+        splits: Splits | None = FEW,
+        out: Tensor | None = None,
+        counters: Tensor | None = None,
+    ) -> Tensor:
         return paged_attention(
             self.q, self.k, self.v, self.cu_seqlens_q, self.kv_lengths, self.table,
             scale=self.q.shape[-1] ** -0.5, max_q_len=max_q_len, splits=splits, out=out,
+            counters=counters,
         )  # fmt: skip
 
 
@@ -108,6 +115,42 @@ def test_other_lengths_under_the_same_launch() -> None:
         assert all((out[row] == 0).all() for row, length in enumerate(lengths) if not length)
 
 
+@pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5])
+def test_launches_share_counters(num_queries: int) -> None:
+    """As layers, steps and replays do: rows without keys, of one part, of some and of all; the same bits in each. What
+    was in `out` or in parts before is NaN."""
+    lengths = [0, num_queries, 91, 290]
+    paged = Paged([num_queries] * 4, lengths, (3, 1), 32, DTYPE)
+    counters = new_counters(paged.q.device)
+    found = []
+    for splits in (FEW, Splits(32, 16, 16, 4, 2), FEW):
+        out = torch.full(paged.q.shape, float("nan"), dtype=DTYPE, device=DEVICE)
+        found.append(paged.decode(num_queries, splits, out=out, counters=counters))
+        paged.check(out, rows=[1, 2, 3])
+        assert (out[:num_queries] == 0).all()
+        assert not counters.any(), "the next launch counts from zero"
+    assert torch.equal(found[0], found[2])
+
+
+def test_ragged_rows_share_counters() -> None:
+    """Of a step with prompts: rows that are left alone, or have no query, count nothing."""
+    paged = Paged([1, 11, 3, 0, 5, 2], [90, 40, 33, 60, 5, 200], (3, 1), 64, DTYPE)
+    counters = new_counters(paged.q.device)
+    for max_q_len in (5, 3, 5):
+        out = torch.full(paged.q.shape, 7.0, dtype=DTYPE, device=DEVICE)
+        paged.decode(max_q_len, out=out, counters=counters)
+        paged.check(out, rows=[row for row in (0, 2, 4, 5) if paged.q_lengths[row] <= max_q_len])
+        assert (out[1:12] == 7.0).all()
+        assert not counters.any()
+
+
+def test_more_rows_than_counters_are_not_divided() -> None:
+    paged = Paged([1] * 3, [60, 7, 93], (4, 2), 32, DTYPE)
+    counters = new_counters(paged.q.device)
+    for few in (counters[:5], counters[:6]):
+        paged.check(paged.decode(1, counters=few), rows=[0, 1, 2])
+
+
 def test_rows_of_many_queries_are_left_alone() -> None:
     paged = Paged([1, 11, 3, 0, 1], [40, 11, 33, 5, 60], (2, 1), 32, DTYPE)
     out = torch.full(paged.q.shape, 7.0, dtype=DTYPE, device=DEVICE)
@@ -133,12 +176,12 @@ def test_repeats_are_bit_identical() -> None:
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_rows", "narrow", "wide"),
     [
-        (8, 1, (64, 128, 128), (64, 64, 64)),
+        (8, 1, (64, 128, 128), (32, 64, 64)),
         (8, 8, (16, 128, 128), (8, 128, 64)),
         (8, 32, (4, 512, 128), (2, 512, 64)),
         (8, 128, (4, 1024, 128), (2, 1024, 64)),
-        (1, 1, (64, 128, 128), (64, 64, 64)),
-        (1, 8, (64, 128, 128), (64, 64, 64)),
+        (1, 1, (64, 128, 128), (32, 64, 64)),
+        (1, 8, (64, 128, 128), (32, 64, 64)),
         (1, 32, (32, 128, 128), (16, 128, 64)),
         (1, 128, (8, 128, 128), (4, 128, 64)),
     ],
