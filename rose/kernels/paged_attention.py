@@ -99,6 +99,14 @@ def _merge(
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=present[:, None])
 
 
+@triton.jit
+def _count(counter):
+    """Programs that were there before this one. One thread counts: behind all stores of the program (barrier, release)
+    and before its loads (acquire)."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
 @triton.jit(do_not_specialize=["num_tokens", "short", "num_splits", "min_keys"])  # one compilation for all lengths
 def _attend_part_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, log_ptr, counter_ptr, cu_seqlens_q_ptr, kv_lengths_ptr, table_ptr,
@@ -153,12 +161,8 @@ def _attend_part_kernel(
             tl.store(part_ptr + place[:, None] * HEAD_DIM + lane[None, :], acc, mask=held[:, None])
             logarithm = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
             tl.store(log_ptr + place, logarithm, mask=held)
-            # One thread counts: behind all stores of this program (barrier, release), before its loads (acquire).
-            tl.debug_barrier()
-            counter = counter_ptr + row * NUM_KV_HEADS + kv_head
-            num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if num_before == num_parts - 1:
-                tl.store(counter, 0)  # for the next launch
+            if _count(counter_ptr + row * NUM_KV_HEADS + kv_head) == num_parts - 1:
+                tl.store(counter_ptr + row * NUM_KV_HEADS + kv_head, 0)  # for the next launch
                 _merge(
                     out_ptr, part_ptr, log_ptr, first, num_queries, num_parts, part_heads, kv_head,
                     GROUP, NUM_HEADS, HEAD_DIM, MERGE_ROWS, MERGE_PARTS,
