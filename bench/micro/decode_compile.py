@@ -21,11 +21,12 @@ from rose.kernels.accept import DrawnAt, accept_drawn, accept_draws
 from rose.kernels.draft_rows import close_rows, row_places, spread_logits, take_rows, tokens_before
 from rose.kernels.flat_table import flat_table
 from rose.kernels.head_input import side_by_side
-from rose.kernels.kv_append import kv_append
+from rose.kernels.kv_append import Append, kv_append
 from rose.kernels.launch import next_power_of_2
 from rose.kernels.n_gram import look_up
 from rose.kernels.paged_attention import Splits, default_splits, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
+from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.sampling import TritonOps
 from rose.kernels.sampling_kept import kept
 from rose.kernels.slot_rows import advance_rows, mark_non_finite, slot_rows
@@ -62,6 +63,18 @@ def append() -> None:
     cache, qkv = zeros(9, 16, 8, 128), zeros(4, 6144)
     k, v = (part.unflatten(-1, (8, 128)) for part in qkv[:, 4096:].chunk(2, dim=-1))
     kv_append(k, v, cache, cache, int32s(4))
+
+
+def turn(heads: tuple[int, int, int], norm: bool) -> None:
+    """With and without appending."""
+    num_heads, num_kv_heads, head_dim = heads
+    cache, angles = zeros(9, 16, num_kv_heads, head_dim), zeros(512, head_dim // 2, dtype=torch.float32)
+    qkv, weight = zeros(4, (num_heads + 2 * num_kv_heads) * head_dim), zeros(head_dim) if norm else None
+    for append in (None, Append(cache, cache, int32s(4))):
+        qk_norm_rope(
+            qkv, weight, weight, int32s(4), angles, angles,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, append=append,
+        )  # fmt: skip
 
 
 def rows(max_model_len: int, max_num_seqs: int, max_draft_tokens: int, q: int) -> None:
@@ -142,6 +155,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 name = f"attend {'/'.join(map(str, heads))} q{q} {splits[2:]}"
                 yield name, lambda a=(heads, q, splits): attend(*a)
         yield f"prefill {heads}", lambda h=heads: prefill(h)
+        for norm in (False, True):
+            yield f"turn {heads} norm {norm}", lambda a=(heads, norm): turn(*a)
     yield "kv_append", append
     for count in (1, 128):
         yield (

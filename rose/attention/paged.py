@@ -5,11 +5,12 @@ sequence slots nor plans.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from rose.attention.interface import Attend
+from rose.kernels.kv_append import Append
 
 
 class PagedKV(NamedTuple):
@@ -33,6 +34,14 @@ class PagedRows(NamedTuple):
     slot_mapping: Tensor  # int32 [T]: block * block_size + offset that each token's key and value go to
     max_q_len: int  # upper bounds, known on the host
     max_kv_len: int
+
+
+@runtime_checkable
+class AppendsBefore(Protocol):
+    """An `Attend` whose next call can find its keys and values in their places already."""
+
+    def append_before(self) -> Append:
+        """Where those of the next call go. Who asks writes them there before the call, which does not then."""
 
 
 class PagedBackend(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rose.attention.interface import Attend, AttentionShape
 from rose.attention.paged import PagedKV, PagedRows
-from rose.kernels.kv_append import kv_append
+from rose.kernels.kv_append import Append, kv_append
 from rose.kernels.paged_attention import MAX_SHORT, new_counters, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
 
@@ -46,15 +46,23 @@ class TritonPaged:
         self._caches = caches
         self._counters = counters
         self._layer = 0  # of the next call
+        self._appended = False  # its keys and values
 
     def prepare(self, cu_seqlens_host: list[int]) -> None:
         """Nothing to plan; the next call is the first layer's, also where a pass before it broke off."""
-        self._layer = 0
+        self._layer, self._appended = 0, False
+
+    def append_before(self) -> Append:
+        """As rose.attention.paged.AppendsBefore's."""
+        self._appended = True
+        return Append(*self._caches[self._layer], self._rows.slot_mapping)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         rows, cache = self._rows, self._caches[self._layer]
         self._layer = (self._layer + 1) % len(self._caches)
-        kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
+        if not self._appended:
+            kv_append(k, v, cache.k, cache.v, rows.slot_mapping)
+        self._appended = False
         where = (cache.k, cache.v, rows.cu_seqlens_q, rows.kv_lengths, rows.block_table)
         short = rows.max_q_len if rows.max_q_len <= MAX_SHORT else 1
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -4,12 +4,33 @@ What goes to the last block, the dummy, is made finite. Rows put drafts there th
 that they have, and read them again behind their other tokens, with a weight of zero: a stranger's NaN would reach them.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.launch import next_power_of_2, pdl, row_warps
+
+
+class Append(NamedTuple):
+    """Where new keys and values go; as `kv_append`'s arguments."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+
+    @property
+    def dummy(self) -> int:
+        """The first place of the dummy block."""
+        return (len(self.k_cache) - 1) * self.k_cache.shape[1]
+
+
+@triton.jit
+def finite(x):
+    """Zero for what is not."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)  # false for NaN
 
 
 @triton.jit
@@ -28,8 +49,7 @@ def _kv_append_kernel(
     k = tl.load(k_ptr + token * k_stride + column, mask=mask)
     v = tl.load(v_ptr + token * v_stride + column, mask=mask)
     if place >= dummy:
-        k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)  # false for NaN
-        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
+        k, v = finite(k), finite(v)
     tl.store(k_cache_ptr + at, k, mask=mask)
     tl.store(v_cache_ptr + at, v, mask=mask)
 
@@ -46,6 +66,7 @@ def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappi
     width = num_kv_heads * head_dim
     block = next_power_of_2(width)
     _kv_append_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), (len(k_cache) - 1) * k_cache.shape[1],
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        Append(k_cache, v_cache, slot_mapping).dummy,
         WIDTH=width, BLOCK=block, num_warps=row_warps(block), **pdl(k),
     )  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rose.attention.interface import AttentionShape
+from rose.attention.interface import Attend, AttentionShape
+from rose.attention.paged import AppendsBefore
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part
 from rose.kernels.norm import add_layer_norm, add_rms_norm
@@ -158,7 +159,8 @@ class KernelPositionedEmbeddings(nn.Module):
 
 
 class KernelRotary(nn.Module):
-    """Norm, where a model has one, and rotation in one kernel, in place on the packed projections."""
+    """Norm, where a model has one, and rotation in one kernel, in place on the packed projections; the same kernel puts
+    keys and values into a paged cache where attention lets it."""
 
     def __init__(self, rotary: Rotary) -> None:
         super().__init__()
@@ -168,13 +170,20 @@ class KernelRotary(nn.Module):
         return partial(self._turn, positions)
 
     def _turn(
-        self, positions: Tensor, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
+        self,
+        positions: Tensor,
+        qkv: Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        shape: AttentionShape,
+        attend: Attend,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
         eps = 0.0 if q_norm is None else q_norm.eps  # not read without a norm
         qk_norm_rope(
             qkv, q_weight, k_weight, positions, self.cos, self.sin,
             num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, eps=eps,
+            append=attend.append_before() if isinstance(attend, AppendsBefore) else None,
         )  # fmt: skip
         return split_heads(qkv, shape)
 

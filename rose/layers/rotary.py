@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from rose.attention.interface import AttentionShape
+from rose.attention.interface import Attend, AttentionShape
 from rose.layers.norm import RMSNorm
 
 
@@ -31,10 +31,11 @@ class Turn(Protocol):
     """What every layer of one step does to its heads; positions are the step's."""
 
     def __call__(
-        self, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
+        self, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape, attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (num_heads + 2 num_kv_heads) * head_dim] -> q, k, v [T, heads, head_dim]; heads of q and k are
-        normalised, where there are norms, then turned by their token's position. `qkv` may be overwritten."""
+        normalised, where there are norms, then turned by their token's position. `qkv` may be overwritten.
+        `attend` is called with them next: its cache may be written on the way (rose.attention.paged.AppendsBefore)."""
 
 
 class Rotary(nn.Module):
@@ -77,7 +78,13 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _turn(
-    cos: Tensor, sin: Tensor, qkv: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, shape: AttentionShape
+    cos: Tensor,
+    sin: Tensor,
+    qkv: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    shape: AttentionShape,
+    attend: Attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split_heads(qkv, shape)
     if q_norm is not None and k_norm is not None:

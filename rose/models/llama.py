@@ -55,7 +55,7 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, norm: RMSNorm | None, turn: Turn, attend: Attend) -> Tensor:
-        q, k, v = turn(self.qkv_proj(x, norm=norm), self.q_norm, self.k_norm, self.attention.shape)
+        q, k, v = turn(self.qkv_proj(x, norm=norm), self.q_norm, self.k_norm, self.attention.shape, attend)
         return self.o_proj(self.attention(q, k, v, attend), residual=x)
 
 

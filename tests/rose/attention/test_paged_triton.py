@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rose.attention.interface import AttentionShape
-from rose.attention.paged import PagedKV, PagedRows
+from rose.attention.paged import AppendsBefore, PagedKV, PagedRows
 from rose.attention.paged_reference import ReferencePagedBackend
 from rose.attention.paged_triton import TritonPagedBackend
+from rose.kernels.kv_append import kv_append
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE, NUM_BLOCKS = 16, 12
@@ -31,6 +32,26 @@ def paged_rows(q_lengths: list[int], kv_lengths: list[int]) -> PagedRows:
         max_q_len=max(q_lengths),
         max_kv_len=max(kv_lengths),
     )
+
+
+@pytest.mark.parametrize("q_lengths", [[1, 3], [1, 20], [17]])
+def test_what_lies_in_its_place_already_is_not_appended(q_lengths: list[int]) -> None:
+    """The same bits as from a call that appends; the next call appends again."""
+    torch.manual_seed(0)
+    rows, backend = paged_rows(q_lengths, [33, 48][-len(q_lengths) :]), TritonPagedBackend()
+    content = torch.randn(2, 2, NUM_BLOCKS + 1, BLOCK_SIZE, 2, 32, device=DEVICE).half()
+    caches = [[PagedKV(*layer) for layer in content.clone()] for _ in range(2)]
+    before, plain = (backend.paged(rows, cache) for cache in caches)
+    assert isinstance(before, AppendsBefore)
+    for layer in (0, 1, 0):
+        q, k, v = torch.randn(sum(q_lengths), 8, 32, device=DEVICE).half().split((4, 2, 2), dim=1)
+        given = k, v
+        if layer == 0:
+            kv_append(k, v, *before.append_before())
+            given = k * torch.nan, v * torch.nan
+        assert torch.equal(before(q, *given, SHAPE), plain(q, k, v, SHAPE))
+        assert torch.equal(caches[0][layer].k, caches[1][layer].k)
+        assert torch.equal(caches[0][layer].v, caches[1][layer].v)
 
 
 def test_passes_share_counters() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part, embed_rms_norm
+from rose.kernels.kv_append import Append, kv_append
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
@@ -128,6 +129,41 @@ def test_qk_norm_rope(norm: bool, head_dim: int, dtype: torch.dtype) -> None:
             heads = F.rms_norm(heads, (head_dim,), weight.float(), 1e-6)
         close(actual, rotate(heads, cos[positions.long()][:, None], sin[positions.long()][:, None]).flatten(1), dtype)
     assert torch.equal(parts[2], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(6, 3), (8, 8), (2, 1)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_qk_norm_rope_appends(norm: bool, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """To the bit what the two kernels do one after the other, also in the dummy block, where NaN becomes zero."""
+    num_heads, num_kv_heads = heads
+    head_dim, num_tokens, width = 32, 5, (num_heads + 2 * num_kv_heads) * 32
+    cos, sin = rotation(head_dim, 16, 10_000.0)
+    positions = torch.tensor([0, 1, 0, 15, 3], dtype=torch.int32, device=DEVICE)
+    packed = random(num_tokens, width + 8, dtype=dtype)
+    packed[2:4, num_heads * head_dim : width : 3] = float("nan")
+    packed[3, width - 7] = float("-inf")
+    weights = (random(head_dim, dtype=dtype), random(head_dim, dtype=dtype)) if norm else (None, None)
+    slot_mapping = torch.tensor([3, 11, 6, 13, 0], dtype=torch.int32, device=DEVICE)  # 12 on: the dummy block
+    results = []
+    for fused in (True, False):
+        qkv = packed.clone()[:, :width]
+        caches = [torch.full((4, 4, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+        qk_norm_rope(
+            qkv, *weights, positions, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            append=Append(*caches, slot_mapping) if fused else None,
+        )  # fmt: skip
+        if not fused:
+            k, v = qkv.unflatten(-1, (-1, head_dim))[:, num_heads:].chunk(2, dim=1)
+            kv_append(k, v, *caches, slot_mapping)
+        results.append((qkv, *caches))
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, atol=0, rtol=0, equal_nan=True)
+    k_cache, v_cache = results[0][1:]
+    assert k_cache[1, 2].isnan().any()
+    assert v_cache[1, 2].isnan().any()
+    assert k_cache[3].isfinite().all()
+    assert v_cache[3].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
