@@ -21,6 +21,7 @@ DRAFTING = ("mtp", "vocab", "eagle", "draft")  # parts of the benchmark
 PROPOSERS = {"mtp": "mtp", "draft": "draft_model"}  # whose tables are defaults
 TABLE = Path(__file__).parent.parent.parent / "rose" / "speculation" / "length_table.py"
 
+ACCEPTANCES = (0.8, 0.6, 0.9)  # that are told; steps are timed at the first
 Record = dict[str, Any]
 Table = list[tuple[int, int]]
 

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from bench.decode_loop import NUM_WINDOWS, WARM_STEPS, DecodeLoop, random_prompts
 from bench.micro import speculation_head, speculation_http
+from bench.micro.draft_lengths import ACCEPTANCES
 from bench.ranks import Ranks, RankSpec, ranks
 from bench.stack import end_in_order_when_told
 from rose.config import RankConfig, SpeculationConfig
@@ -33,12 +34,9 @@ SAYS = 100
 CONTEXT = 512
 PROMPTS = (512, 2048)  # tokens, of times to the first token
 NUM_PROMPTS = 5
-ACCEPTANCES = (0.8, 0.6, 0.9)  # what is wanted most comes first
 STEPS = {1: 50, 4: 30, 16: 24, 64: 16, 32: 16}  # of a window, by sequences
-BETWEEN = 32  # sequences, of which one acceptance is enough: for the table of drafts that pay
 PARTS = ("none", "mtp", "draft", "vocab", "eagle", "head", "http")
 LENGTHS = {"mtp": (1, 3, 2), "vocab": (3, 1), "eagle": (3,), "draft": (4, 2)}
-ONE_ACCEPTANCE = ("vocab", "eagle")  # steps take as long at any
 DRAFT_VOCAB = 32_768
 MOST_SEQS = max(STEPS)
 
@@ -68,14 +66,13 @@ def cases(part: str, *, quick: bool) -> list[Case]:
     batches, lengths = (1, 4) if quick else tuple(STEPS), LENGTHS.get(part, ())
     if not lengths:
         return [Case(batch, 0, 1.0) for batch in batches] + [Case(1, 0, 1.0, num_in_flight=1)]
-    first, *others = ACCEPTANCES[: 1 if part in ONE_ACCEPTANCE else 2 if quick else None]
-    found = [Case(batch, length, first) for batch in batches for length in lengths]
+    chance = ACCEPTANCES[0]
+    found = [Case(batch, length, chance) for batch in batches for length in lengths]
     found += [Case(batch, 0, 1.0) for batch in batches]
     if part == "mtp":  # the host waits for each step before it plans the next
         waiting = batches[:1] if quick else (1, 16)
-        found += [Case(batch, length, first, num_in_flight=1) for batch in waiting for length in lengths]
-    batches = tuple(batch for batch in batches if batch != BETWEEN)
-    return found + [Case(batch, length, chance) for chance in others for batch in batches for length in lengths]
+        found += [Case(batch, length, chance, num_in_flight=1) for batch in waiting for length in lengths]
+    return found + [Case(1, lengths[0], other) for other in ACCEPTANCES[1:]]  # a step takes as long at any
 
 
 def speculation(options: Options) -> SpeculationConfig:
@@ -123,14 +120,13 @@ def measure(options: Options, save: Callable[[Record], None], left: Callable[[],
     with ranks(spec) as model:
         save({"what": "load", "seconds": time.perf_counter() - began, "num_blocks": model.facts.num_blocks})
         save({"what": "memory"} | kv_bytes(options, spec))
+        for length in PROMPTS[:1] if options.quick else PROMPTS:
+            save({"what": "first token", "prompt": length, "ttft_ms": first_token_ms(model, length)})
         for case in cases(options.part, quick=options.quick):
             if left() <= 0:
                 save({"what": "left out", "case": str(case)})
                 continue
             save({"what": "decode"} | decode(model, case, quick=options.quick))
-        for length in PROMPTS[:1] if options.quick else PROMPTS:
-            if left() > 0:
-                save({"what": "first token", "prompt": length, "ttft_ms": first_token_ms(model, length)})
         save({"what": "figures"} | model.figures())
 
 
