@@ -7,4 +7,8 @@ from collections.abc import Mapping
 
 Tables = Mapping[tuple[str, str], tuple[tuple[int, int], ...]]
 
-MEASURED: Tables = {}
+MEASURED: Tables = {
+    # 2026-11-30_h200_speculation, acceptance 0.8
+    ("mtp", "cuda"): ((64, 3),),
+    ("draft_model", "cuda"): ((16, 4), (64, 2)),
+}
