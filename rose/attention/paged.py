@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from rose.attention.interface import Attend
-from rose.kernels.kv_append import Append
 
 
 class PagedKV(NamedTuple):
@@ -34,6 +33,19 @@ class PagedRows(NamedTuple):
     slot_mapping: Tensor  # int32 [T]: block * block_size + offset that each token's key and value go to
     max_q_len: int  # upper bounds, known on the host
     max_kv_len: int
+
+
+class Append(NamedTuple):
+    """Where new keys and values go; as `kv_append`'s arguments."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+
+    @property
+    def dummy(self) -> int:
+        """The first place of the dummy block."""
+        return (len(self.k_cache) - 1) * self.k_cache.shape[1]
 
 
 @runtime_checkable

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rose.attention.interface import Attend, AttentionShape
-from rose.attention.paged import PagedKV, PagedRows
-from rose.kernels.kv_append import Append, kv_append
+from rose.attention.paged import Append, PagedKV, PagedRows
+from rose.kernels.kv_append import kv_append
 from rose.kernels.paged_attention import MAX_SHORT, new_counters, paged_attention
 from rose.kernels.paged_prefill import paged_prefill
 

@@ -4,27 +4,13 @@ What goes to the last block, the dummy, is made finite. Rows put drafts there th
 that they have, and read them again behind their other tokens, with a weight of zero: a stranger's NaN would reach them.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.attention.paged import Append
 from rose.kernels.launch import next_power_of_2, pdl, row_warps
-
-
-class Append(NamedTuple):
-    """Where new keys and values go; as `kv_append`'s arguments."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    slot_mapping: Tensor
-
-    @property
-    def dummy(self) -> int:
-        """The first place of the dummy block."""
-        return (len(self.k_cache) - 1) * self.k_cache.shape[1]
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rose.kernels.kv_append import Append, finite
+from rose.attention.paged import Append
+from rose.kernels.kv_append import finite
 from rose.kernels.launch import pdl
 
 _HEADS = 8  # of one program

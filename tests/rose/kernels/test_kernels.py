@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.attention.paged import Append
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part, embed_rms_norm
-from rose.kernels.kv_append import Append, kv_append
+from rose.kernels.kv_append import kv_append
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
