@@ -28,9 +28,9 @@ class Ways(NamedTuple):
     two_shot: int
 
 
-# by the number of ranks; two H200 over NVLink: 6.8 us at 4 KiB and 8.1 at 512, NCCL's 9.6 and 13.8
-# (bench/micro/all_reduce.py); for other numbers nothing has been measured
-MEASURED = {2: Ways(one_shot=64 << 10, two_shot=512 << 10)}
+# by the number of ranks; two H200 over NVLink: bench/results/2026-11-30_h200-2gpus_all-reduce.md, where two-shot is the
+# quickest from 2 MiB on alone; for other numbers nothing has been measured
+MEASURED = {2: Ways(one_shot=64 << 10, two_shot=64 << 10)}
 
 
 def way(num_bytes: int, dtype: torch.dtype, ways: Ways) -> Way | None:
