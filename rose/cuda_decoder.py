@@ -185,8 +185,7 @@ class CudaDecoder:
         stream.copy_in(buffers.table_bytes, buffers.slot_table(arrays, key.num_seqs))
         self.graphs.run(key, _key_bounds(rows, key.num_seqs))
         if has_grammars:
-            self._settle()  # while the forward pass runs
-            self._static.finish(key, needs, self._masks_of(key, rows) if self._group.leads else None)
+            self._finish(key, needs, rows)
         if self._group.leads:
             num_bytes = buffers.output_bytes(logprobs=needs.logprobs)
             stream.copy_out(buffers.outputs, cast(Bytes, arrays["outputs"][:num_bytes]))
@@ -197,6 +196,15 @@ class CudaDecoder:
         if has_grammars:
             self._unsettled.append(landing)
         return landing
+
+    def _finish(self, key: GraphKey, needs: Needs, rows: GenerateRows) -> None:
+        """The rest of a step that has stopped at its logits."""
+        try:
+            self._settle()  # while the forward pass runs
+            self._static.finish(key, needs, self._masks_of(key, rows) if self._group.leads else None)
+        finally:
+            if self.graphs.graph(key) is None:
+                self._static.forget(key)
 
     def _launch_any(self, plan: StepPlan, arrays: Arrays) -> LazyTensor:
         """Any rows, without a graph; outputs by way of page-locked memory."""
@@ -250,6 +258,7 @@ class CudaDecoder:
             free_bytes=_free_bytes if self._device.type == "cuda" else lambda: 0,
             on_capture=self._keep_shapes,
             memory=memory,
+            forget=self._static.forget,
         )
 
     def _key(

@@ -97,7 +97,8 @@ class CudaStream:
         return CudaLazyTensor(event, landing)
 
     def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """All graphs share one memory pool: they run one after the other and keep nothing in it.
+        """All graphs share one memory pool: they run one after the other and keep nothing in it but what `work` leaves
+        with somebody, who has to let go of it when the graph has gone.
 
         torch.cuda.graph would wait for the device and collect garbage first.
         """

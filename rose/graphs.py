@@ -34,7 +34,8 @@ class GraphCounters:
 class GraphManager:
     """`attention` makes what a key's steps plan and call, `attend_once` the same for one step of a key that never has
     a graph; `forward` enqueues a step on the static buffers. `free_bytes` tells how much device memory is left.
-    `memory` bounds what graphs take of it. `on_capture` is called after each capture.
+    `memory` bounds what graphs take of it. `on_capture` is called after each capture. `forget` drops what steps of a
+    key, which has no graph then, have left on the device.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class GraphManager:
         free_bytes: Callable[[], int],
         on_capture: Callable[[], None],
         memory: GraphMemory | None = None,
+        forget: Callable[[GraphKey], None] = lambda key: None,
     ) -> None:
         self.counters = GraphCounters()
         self._policy = policy
@@ -58,6 +60,7 @@ class GraphManager:
         self._free_bytes = free_bytes
         self._on_capture = on_capture
         self._memory = memory or UnboundedMemory()
+        self._forget = forget
         self._attention: dict[GraphKey, StaticAttention] = {}
         self._graphs: dict[GraphKey, Graph] = {}
 
@@ -96,9 +99,11 @@ class GraphManager:
         if attention is None:
             self._policy.failed(key)
             self._run_once(key, fill(key))  # other ranks may have room: they wait for this one's part of the step
+            self._forget(key)
             return True
         attention.prepare(fill(key))
         self._forward(key, attention)
+        self._forget(key)
         self._capture(key, attention)
         return True
 
@@ -154,10 +159,11 @@ class GraphManager:
         started, free = time.perf_counter(), self._free_bytes()
         attention.prepare([0] + [key.num_tokens] * key.num_seqs)
         try:
-            with self._memory.capturing():
+            with self._memory.capturing(key):
                 graph = self._stream.capture(lambda: self._forward(key, attention))
         except torch.OutOfMemoryError:
             self._policy.failed(key)
+            self._forget(key)
             return
         self._graphs[key] = graph
         seconds, counters = time.perf_counter() - started, self.counters
@@ -173,3 +179,5 @@ class GraphManager:
         self.counters.evictions += 1
         self._graphs.pop(key, None)
         self._attention.pop(key, None)
+        self._forget(key)
+        self._memory.evicted(key)

@@ -135,6 +135,10 @@ class StaticDecoder:
         leader's."""
         self._finish(key, self._forwarded[key], needs, bitmask)
 
+    def forget(self, key: GraphKey) -> None:
+        """Nobody asks for the last step of `key` any more, and no graph will write to where it is."""
+        self._forwarded.pop(key, None)
+
     def _propose(self, key: GraphKey, rows: DecodeRows) -> Drafts:
         """The leader's drafts, on every rank; their probabilities are for the leader alone."""
         length = key.q - 1

@@ -176,13 +176,17 @@ def test_drafts_that_are_drawn(target: Target, tmp_path: Path, monkeypatch: pyte
 
 
 def test_steps_with_a_grammar(target: Target, tmp_path: Path) -> None:
-    """Their graphs end at the logits; whoever is beside them waits, too."""
+    """Their graphs end at the logits; whoever is beside them waits, too. Logits stay for graphs alone."""
     ruled = SamplingParams(temperature=0.0, max_tokens=8, grammar=GRAMMAR, frequency_penalty=0.4, logprobs=1)
     both = Target(target.directory, [(target.jobs[0][0][:9], ruled), target.jobs[0]])
-    with checked_runner(both, speculation(tmp_path, both, "mtp", 2)) as (runner, _):
-        replica = Replica(runner)
+    with checked_runner(both, speculation(tmp_path, both, "mtp", 2), max_graphs=1) as (runner, _):
+        replica, decoder = Replica(runner), decoder_of(runner)
         both.check(replica.run(both.jobs, random.Random(1), arrival=1.0))
         assert replica.figures.num_accepted_tokens > 0
+        assert list(decoder._static._forwarded) == decoder.graphs.keys
+        both.check(replica.run(both.jobs[:1], random.Random(1)))
+        assert list(decoder._static._forwarded) == decoder.graphs.keys
+        assert decoder.graphs.counters.evictions > 0
 
 
 def test_a_row_that_is_not_finite_fails_alone(target: Target) -> None:

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from rose.graph_memory import CudaGraphMemory, UnboundedMemory
+from rose.graph_policy import GraphKey
 
+KEY = GraphKey("decode", 4, 4, 1, "triton+forward")
 MIB = 1 << 20
 TOTAL = 1000 * MIB
 
@@ -36,9 +38,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def capture(memory: CudaGraphMemory, device: Device, num_bytes: int) -> None:
-    with memory.capturing():
+def capture(memory: CudaGraphMemory, device: Device, num_bytes: int, kept_bytes: int = 0) -> None:
+    """`kept_bytes` of them stay in use."""
+    with memory.capturing(KEY):
         device.take(num_bytes)
+        device.allocated += kept_bytes
 
 
 def test_captures_take_what_the_largest_step_does_not_need(device: Device) -> None:
@@ -71,6 +75,18 @@ def test_what_steps_have_reserved_and_given_back_is_theirs(device: Device) -> No
     assert device.reserved == 899 * MIB
 
 
+def test_what_a_graph_keeps_is_taken_once(device: Device) -> None:
+    """Nor is it there for steps when the graph has gone: its pool has it back."""
+    memory = CudaGraphMemory(400 * MIB)
+    capture(memory, device, 350 * MIB, kept_bytes=50 * MIB)
+    assert memory.has_room()  # to the byte
+    memory.evicted(KEY)
+    device.allocated -= 50 * MIB
+    assert memory.has_room()
+    device.allocated += MIB
+    assert not memory.has_room()
+
+
 def test_what_other_processes_have_is_not_there(device: Device) -> None:
     memory = CudaGraphMemory(400 * MIB)
     device.others = 400 * MIB
@@ -83,5 +99,7 @@ def test_what_other_processes_have_is_not_there(device: Device) -> None:
 def test_hosts_are_unbounded() -> None:
     memory = UnboundedMemory()
     assert memory.has_room()
-    with memory.capturing():
+    with memory.capturing(KEY):
         pass
+    memory.evicted(KEY)
+    assert memory.has_room()
