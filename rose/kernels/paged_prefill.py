@@ -79,7 +79,8 @@ def _prefill_kernel(
                 acc, row_max, row_sum = _softmax_block(
                     scores, acc, row_max, row_sum, v, key, position, length, scale, True, True
                 )
-            tl.store(out_at, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=present)
+            result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]  # rows without keys: zero
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=present)
 
 
 def paged_prefill(

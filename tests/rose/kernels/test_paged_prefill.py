@@ -31,6 +31,15 @@ def test_chunks_with_and_without_cached_context(heads: tuple[int, int], head_dim
     paged.check(prefill(paged), rows=[0, 1, 2, 4])
 
 
+def test_rows_without_keys_are_zero() -> None:
+    """As nobody's are, which fill up a step of rows with many drafts."""
+    paged = Paged([9, 9, 9], [0, 40, 0], (2, 1), 32, DTYPE)
+    out = prefill(paged)
+    paged.check(out, rows=[1])
+    assert (out[:9] == 0).all()
+    assert (out[18:] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
 def test_the_default_launch(dtype: torch.dtype) -> None:
     paged = Paged([70, 3], [75, 140], (1, 1), 32, dtype)
