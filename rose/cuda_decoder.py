@@ -42,6 +42,7 @@ from rose.residents import Residents
 from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
 from rose.shape_list import from_leader, read_shapes, write_shapes
+from rose.speculation.lengths import drafts_of_step
 from rose.speculation.no_drafts import NoDraftsSource
 from rose.speculation.protocol import ProposerParts, ProposerSource
 from rose.static_decoder import StaticDecoder, attention_of, decode_key, keeps_draft, needs_of, stops
@@ -276,21 +277,20 @@ class CudaDecoder:
         if config.capture == "eager":
             sizes = sorted({padded_seqs(n, most) for n in range(1, most + 1)})
             known += [
-                self.key(size, needs, length)
+                self.key(size, needs, *drafts)
                 for needs in COMMON_NEEDS
                 for size in sizes
-                for length in self._draft_lengths(size)
+                for drafts in self._drafts_of(size)
             ]
         most_tokens = max(most * (self._facts.max_draft_tokens + 1), small_tokens(self._small.max_tokens))
         known = list(dict.fromkeys(known))
         return GraphPolicy(config.capture, max_graphs=config.max_graphs, max_tokens=most_tokens, known=known)
 
-    def _draft_lengths(self, padded: int) -> list[int]:
-        """Of steps that are padded to so many rows."""
-        facts = self._facts
-        table = facts.draft_lengths or ((facts.max_num_seqs, facts.max_draft_tokens),)
-        counts = range(padded // 2 + 1, padded + 1)
-        return sorted({next((length for most, length in table if count <= most), 0) for count in counts})
+    def _drafts_of(self, padded: int) -> list[tuple[int, bool]]:
+        """(drafts of a row, whether their state is kept) of steps that are padded to so many rows."""
+        most = self._facts.max_num_seqs
+        counts = (count for count in range(1, padded + 1) if padded_seqs(count, most) == padded)
+        return sorted({drafts_of_step(self._facts, count) for count in counts})
 
     def _is_ours(self, key: GraphKey) -> bool:
         """Whether steps can still have this key: limits and choices may have changed since it was listed."""

@@ -23,10 +23,11 @@ from rose.kv_cache import BLOCK_SIZE, KVShape, allocate
 from rose.residents import Residents
 from rose.sampling.params import Needs
 from rose.slots import RowInputs, Spans
+from rose.speculation.lengths import drafts_of_step
 from rose.speculation.protocol import Closing, Proposer, ProposerParts, ProposerSource
 from rose.static_decoder import StaticDecoder, decode_key
 
-NEEDS = Needs(random=True, truncation=True, logprobs=True)  # what takes memory
+NEEDS = Needs(*[True] * len(Needs._fields))  # with log probabilities and edits both, logits are there twice
 
 
 class Trial(NamedTuple):
@@ -98,9 +99,9 @@ def run_largest_verify(trial: Trial) -> None:
 
 
 def most_drafts(facts: ModelFacts) -> tuple[int, int]:
-    """(rows, padded ones included; drafts of each) of the step that computes most tokens for its drafts."""
-    most, tokens = facts.max_num_seqs, facts.max_num_batched_tokens
-    table = facts.draft_lengths or ((most, facts.max_draft_tokens),)
-    sizes = [(min(batch, most), length) for batch, length in table]
-    padded = [(padded_seqs(rows, most), min(length, max(tokens // rows - 1, 0))) for rows, length in sizes]
-    return max(padded, key=lambda size: size[0] * (size[1] + 1) * (size[1] > 0))
+    """(rows, padded ones included; drafts of each) of the step that computes most tokens for its drafts.
+
+    Fewer rows may have more drafts each, and be padded to as many rows."""
+    most = facts.max_num_seqs
+    sizes = ((padded_seqs(rows, most), drafts_of_step(facts, rows)[0]) for rows in range(1, most + 1))
+    return max(sizes, key=lambda size: size[0] * (size[1] + 1) * (size[1] > 0))

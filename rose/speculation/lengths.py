@@ -4,6 +4,7 @@ Drafts pay while a step's time is that of reading weights; with many sequences e
 torch, so that a configuration can be checked.
 """
 
+from ipc.types import ModelFacts
 from rose.config import SpeculationConfig
 from rose.speculation.length_table import MEASURED
 
@@ -35,6 +36,15 @@ def draft_lengths(config: SpeculationConfig, device: str) -> tuple[tuple[int, in
     if problem:
         raise ValueError(f"speculation.draft_lengths: {problem}")
     return table
+
+
+def drafts_of_step(facts: ModelFacts, num_rows: int) -> tuple[int, bool]:
+    """(drafts of each row, whether the drafts' state is kept) of the largest step that the scheduler plans for so many
+    decoding sequences."""
+    table = facts.draft_lengths or ((facts.max_num_seqs, facts.max_draft_tokens),)
+    length = next((length for most, length in table if num_rows <= most), 0)
+    room = max(facts.max_num_batched_tokens // num_rows - 1, 0)
+    return min(length, facts.max_draft_tokens, room), not facts.draft_lengths or num_rows <= table[-1][0]
 
 
 def find_table_problem(table: tuple[tuple[int, int], ...], num_draft_tokens: int) -> str | None:

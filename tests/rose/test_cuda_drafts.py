@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from ipc.step import StepPlan
 from ipc.step_ring import Arrays
 from ipc.types import SamplingParams
 from rose.config import RankConfig, SpeculationConfig
-from rose.cuda_decoder import CudaDecoder
+from rose.cuda_decoder import COMMON_NEEDS, CudaDecoder
 from rose.cuda_decoder_load import load_cuda_decoder, load_source
 from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import ALONE
@@ -29,10 +30,11 @@ from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.runner import LazyTensor, OutOfMemory
 from rose.sampling.params import Needs
+from rose.sampling.sampler import Sampler
 from rose.shape_list import write_shapes
 from rose.speculation import registry
 from rose.speculation.protocol import Closing
-from rose.static_decoder import decode_key
+from rose.static_decoder import decode_key, keeps_draft
 from tests.rose.host_stream import HostStream
 from tests.rose.speculation.checked import Checked, check_drafts
 from tests.rose.speculation.matrix import GRAMMAR
@@ -252,14 +254,35 @@ def test_graphs_ahead_of_the_first_step(target: Target, tmp_path: Path) -> None:
     decoder = decoder_of(load(target.directory, rank, shapes))
     waiting = list(decoder.graphs._policy._waiting)
     assert waiting == old[1:], "longer drafts than there are; a state to lapse, where n-grams have none"
-    assert decoder._draft_lengths(1) == [2]
-    assert decoder._draft_lengths(4) == [0]
     decoder.idle()
     assert decoder.graphs.keys == old[1:2]
 
 
+@pytest.mark.parametrize(
+    ("kind", "table", "tokens", "expected"),
+    [
+        ("n_gram", [(1, 2), (2, 1)], 24, {(1, 3, True), (2, 2, True), (4, 1, True)}),
+        ("mtp", [(1, 2), (3, 0)], 24, {(1, 3, True), (2, 1, True), (4, 1, True), (4, 1, False)}),
+        ("mtp", [], 9, {(1, 3, True), (2, 3, True), (4, 3, True), (4, 2, True)}),
+    ],
+)
+def test_graphs_ahead_are_those_that_steps_use(
+    target: Target, tmp_path: Path, kind: str, table: list[tuple[int, int]], tokens: int, expected: set[Any]
+) -> None:
+    """(padded rows, tokens of each, whether the drafts' state is kept); n-grams have none to lapse."""
+    config = speculation(tmp_path, target, kind, 2, draft_lengths=table)
+    sizes = SIZES | {"max_num_batched_tokens": tokens, "capture": "list"}
+    decoder = decoder_of(load(target.directory, RankConfig(speculation=config, **sizes)))
+    ahead = decoder._policy(RankConfig(capture="eager"))
+    keys = list(ahead._waiting)
+    assert {(key.num_seqs, key.q, keeps_draft(key)) for key in keys} == expected
+    assert len(keys) == len(COMMON_NEEDS) * len(expected)
+
+
 @pytest.mark.parametrize("kind", ["n_gram", "another model", "mtp"])
-def test_the_largest_steps_run_before_there_is_a_cache(target: Target, tmp_path: Path, kind: str) -> None:
+def test_the_largest_steps_run_before_there_is_a_cache(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     facts, seen = ModelRunner(DecoderLoader("tiny", target.directory, RankConfig(**SIZES))).facts, []
     facts = replace(facts, max_draft_tokens=3, max_num_batched_tokens=20)
     model_config = read_config(target.directory)
@@ -267,12 +290,20 @@ def test_the_largest_steps_run_before_there_is_a_cache(target: Target, tmp_path:
     parts = model_config, facts, RankConfig(speculation=speculation(tmp_path, target, kind, 3))
     source = load_source(model, *parts, target.directory, CPU, torch.float32, ALONE)
     use_kernels(model)
-    kept = model.logits
+    kept, adjusted, copies = model.logits, Sampler.adjusted, []
+
+    def adjust(self: Sampler, logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        changed = adjusted(self, logits, *args, **options)
+        copies.append(changed is not logits)
+        return changed
+
+    monkeypatch.setattr(Sampler, "adjusted", adjust)
     model.logits = lambda hidden: seen.append(len(hidden)) or kept(hidden)  # type: ignore[method-assign]
     shape = KVShape.of(model_config, torch.float32)
     trial = Trial(model, source, shape, facts, CPU, target.directory / "tokenizer.json", ALONE)
     run_largest_verify(trial)
     assert seen[-1] == facts.max_num_seqs * 4
+    assert copies[-1], "of logits, for log probabilities"
     run_largest_prompts(trial)
     assert facts.max_num_seqs in seen
 
@@ -281,7 +312,8 @@ def test_the_largest_steps_run_before_there_is_a_cache(target: Target, tmp_path:
     ("table", "most", "tokens", "expected"),
     [
         ((), 6, 99, (6, 3)),
-        ((), 6, 12, (6, 1)),
+        ((), 6, 12, (4, 3)),
+        ((), 256, 512, (256, 2)),
         (((1, 3), (5, 2), (40, 0)), 64, 99, (8, 2)),
         (((1, 3), (4, 0)), 4, 99, (1, 3)),
     ],
