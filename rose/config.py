@@ -7,7 +7,9 @@ from msgspec import Struct
 
 class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proposer: Literal["none", "n_gram", "draft_model", "mtp"] = "none"
-    num_draft_tokens: int = 3  # at most, for each sequence and step
+    # at most, for each sequence and step. On a GPU 8 and more make long contexts slow: rows of over 8 tokens take an
+    # attention that does not divide their keys among processors
+    num_draft_tokens: int = 3
     # [largest batch, drafts] in rising order; a step of more sequences than the last has none, and the draft's state of
     # these lapses. Empty: num_draft_tokens always. None: as measured, see rose/speculation/length_table.py
     draft_lengths: list[tuple[int, int]] | None = None
