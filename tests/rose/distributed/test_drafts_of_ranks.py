@@ -77,8 +77,7 @@ def test_the_gpus_way(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     )  # fmt: skip
     replica = Replica(runner, runner.slots)  # type: ignore[arg-type]
     found = replica.run(jobs, random.Random(1), arrival=1.0)
-    assert found[0].tokens == expected[0].tokens
-    assert len(found[1].tokens) == len(expected[1].tokens)  # drawn: of the same distribution, not the same
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]  # greedy drafts change no draw
     assert replica.figures.num_drafts > 0
     for figures in ranks.call("figures"):
         assert figures["graph_replays_total"] > 0
