@@ -117,17 +117,18 @@ class Decoder:
                 residents.grammars.accept(rows, decision.tokens.tolist(), decision.num_new.tolist())
 
     def _propose(self, rows: GenerateRows) -> tuple[GenerateRows, Drafts]:
-        """Drafts behind the known ids, where the plan wants some; on a CPU the rows are cut to what was found."""
+        """Drafts behind the known ids, where the plan wants some; the rows are cut to what was found."""
         residents = self._residents
         slots, limits = residents.tensor(rows.slots), residents.tensor(rows.num_drafts)
         if not rows.draft_length:
             return rows, Drafts(slots.new_zeros(len(slots), 0), torch.zeros_like(slots))
+        assert slots.is_cpu, "drafts come without prompts: such a step is rose.static_decoder's on a GPU"
         needs = residents.sampler.needs(rows.slots.tolist())
         drafts = self._proposer.propose(DraftRows(slots, limits, rows.draft_length, rows.max_kv_len, needs))
         said = self._group.broadcast(torch.cat((drafts.tokens, drafts.counts[:, None]), 1))
         drafts = Drafts(said[:, :-1], said[:, -1].contiguous(), drafts.probabilities)
         residents.put_drafts(slots, drafts.tokens)
-        return rows.with_drafts(drafts.counts.numpy()) if slots.is_cpu else rows, drafts
+        return rows.with_drafts(drafts.counts.numpy()), drafts
 
     def _decide(
         self, rows: GenerateRows, drafts: Drafts, inputs: RowInputs, places: Places, logits: Tensor
