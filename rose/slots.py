@@ -72,9 +72,8 @@ class Slots:
     def release(self, slots: Tensor) -> None:
         """slots int32 [n]: empty from now on."""
         rows = slots.long()
-        self.block_table.index_fill_(
-            0, rows, self.dummy_block
-        )  # a number put by index is copied to the device, and waits
+        # filled: a number put by index is copied to the device, and waits
+        self.block_table.index_fill_(0, rows, self.dummy_block)
         self.num_tokens.index_fill_(0, rows, 0)
         self.num_computed.index_fill_(0, rows, 0)
 
