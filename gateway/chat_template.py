@@ -15,11 +15,12 @@ from msgspec import DecodeError, Struct, ValidationError
 from msgspec.json import decode
 
 from gateway.chat_environment import ChatEnvironment, TemplateLimit
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, cut
 from gateway.tokenize import TextTokenizer
 
 MAX_PROMPT_CHARS = 16 * 1024 * 1024
 MAX_RENDER_SECONDS = 2.0
+MAX_ERROR_CHARS = 300
 _OURS = ("messages", "tools", "add_generation_prompt")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # A character that Unicode keeps for use inside a program: it stands within spelled special tokens of messages.
@@ -107,9 +108,11 @@ class ChatTemplate:
         except TemplateLimit as error:
             raise InvalidRequest(f"the chat template on these messages {error}", param="messages") from None
         except TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {_told(error)}", param="messages"
+            ) from None
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            text = f"the chat template cannot take these messages: {error}"
+            text = f"the chat template cannot take these messages: {_told(error)}"
             raise InvalidRequest(text, param="messages") from None
 
     def segments(
@@ -153,6 +156,11 @@ def prompt_ids(tokenizer: TextTokenizer, segments: Sequence[Segment]) -> list[in
     for segment in segments:
         ids += tokenizer.special_ids(segment.text) if segment.special else next(texts)
     return ids
+
+
+def _told(error: Exception) -> str:
+    """A template may repeat what it was given."""
+    return cut(str(error), MAX_ERROR_CHARS)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,11 @@ from msgspec import Struct
 from ipc.submit import Rejected
 
 
+def cut(text: str, num_chars: int = 100) -> str:
+    """A client's text as an error repeats it: no more of it than tells which one it is."""
+    return text if len(text) <= num_chars else text[: num_chars - 1] + "…"
+
+
 class GatewayError(Exception):
     """Base of all errors a client is told about.
 

@@ -79,7 +79,7 @@ def _no_route(request: web.BaseRequest, allowed: str | None) -> Answer:
     """405 for a path that takes the method `allowed`. Raises UnknownRoute for any other path."""
     if allowed is None:
         raise UnknownRoute(f"no such path: {request.path[:200]}")
-    text = f"{request.path} takes {allowed}, not {request.method[:20]}"
+    text = f"{request.path[:200]} takes {allowed}, not {request.method[:20]}"
     answer = error_answer(MethodNotAllowed(text))
     answer.headers["Allow"] = allowed
     return answer

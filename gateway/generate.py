@@ -18,6 +18,7 @@ from gateway.stream import KEEP_ALIVE, EventStream, every
 from gateway.tasks import GenerateOutcome, GenerateTask, Head, Piece, Text, num_entries
 
 INLINE_MESSAGES = 16
+_COUNTED = {"role", "content"}  # of a message; what else it has, its thoughts say, may be of any length
 
 
 async def generate(request: web.BaseRequest, call: Call, task: GenerateTask, dialect: Dialect) -> web.StreamResponse:
@@ -89,8 +90,12 @@ def _is_small(task: GenerateTask) -> bool:
     """Whether there is nothing to do for its prompts but to encode their few characters."""
     if task.structure is not None or task.tools is not None or len(task.prompts) > INLINE_MESSAGES:
         return False
-    messages = [] if task.chat is None else task.chat.messages
-    return len(messages) <= INLINE_MESSAGES and not any("tool_calls" in message for message in messages)
+    if task.chat is None:
+        return True
+    messages, kwargs = task.chat.messages, task.chat.template_kwargs
+    if len(messages) > INLINE_MESSAGES or not all(isinstance(value, bool) for value in kwargs.values()):
+        return False
+    return sum(map(len, kwargs)) <= INLINE_CHARS and all(message.keys() <= _COUNTED for message in messages)
 
 
 def _start(call: Call, task: GenerateTask, prompts: list[Prompt]) -> Generation:

@@ -75,7 +75,7 @@ def _chat_prompt(task: GenerateTask, chat: ChatPrompt, model: ServedModel, gener
         messages, tools = chat.messages, chat.tools
     segments = template.segments(messages, tools, chat.add_generation_prompt, **chat.template_kwargs)
     if chat.continue_final_message:
-        segments = _cut_behind(segments, chat.messages[-1]["content"].strip())
+        segments = cut_behind(segments, chat.messages[-1]["content"].strip())
     ids = prompt_ids(model.tokenizer, segments)
     if not ids:
         raise InvalidRequest("the model's chat template makes no text of these messages", param="messages")
@@ -112,12 +112,15 @@ def _structure_grammar(structure: Structure | None, grammars: Grammars, thinking
             return grammars.of_choice(value, param, thinking)
 
 
-def _cut_behind(segments: list[Segment], content: str) -> list[Segment]:
+def cut_behind(segments: list[Segment], content: str) -> list[Segment]:
     """The prompt up to the end of the last message's content, so that the model goes on with it."""
     for i in range(len(segments) - 1, -1, -1):
-        at = segments[i].text.rfind(content)
-        if at >= 0 and not segments[i].special:
-            return [*segments[:i], Segment(segments[i].text[: at + len(content)], False)]
+        if segments[i].special:
+            continue
+        text = segments[i].text
+        before = text[::-1].find(content[::-1])  # `rfind` takes the product of both lengths where much is alike
+        if before >= 0:
+            return [*segments[:i], Segment(text[: len(text) - before], False)]
     text = "continue_final_message: the model's chat template does not show the last message as it is"
     raise InvalidRequest(text, param="continue_final_message")
 

@@ -83,7 +83,10 @@ async def score(call: Call, task: ScoreTask) -> ScoreOutcome:
     _check_scoring(call)
     # a cross-encoder reads the query anew with every document
     queries = task.queries if call.facts.task == "embed" else [task.queries[q] for q, _ in task.pairs]
-    encoded = await _encode(call, encode_score, task, [(query_field, queries), (document_field, task.documents)])
+    inputs: list[tuple[str, list[Text]]] = [(query_field, queries), (document_field, task.documents)]
+    if task.instruction is not None:
+        inputs.append(("instruction", [task.instruction] * len(task.pairs)))
+    encoded = await _encode(call, encode_score, task, inputs)
 
     def culprit(index: int) -> str:
         if task.joined:

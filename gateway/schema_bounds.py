@@ -66,12 +66,12 @@ def check_depth(value: Any, param: str) -> None:
 
 
 class _Scales:
-    """Weighs the parts of one schema, each `$ref` once."""
+    """Weighs the parts of one schema, what `$ref`s lead to once."""
 
     def __init__(self, root: dict[str, Any], param: str) -> None:
         self._root = root
         self._param = param
-        self._of_refs: dict[str, _Weight] = {}
+        self._of_targets: dict[int, _Weight] = {}  # by identity: one place can be spelled in thousands of ways
 
     def weigh(self, node: Any) -> _Weight:
         if not isinstance(node, dict):
@@ -100,10 +100,11 @@ class _Scales:
         return _most([_Weight(), *map(self.weigh, nodes)])
 
     def _of_ref(self, ref: str) -> _Weight:
-        if ref not in self._of_refs:
-            self._of_refs[ref] = _Weight()  # for references to it within it
-            self._of_refs[ref] = self.weigh(self._resolve(ref))
-        return self._of_refs[ref]
+        target = self._resolve(ref)
+        if id(target) not in self._of_targets:
+            self._of_targets[id(target)] = _Weight()  # for references to it within it
+            self._of_targets[id(target)] = self.weigh(target)
+        return self._of_targets[id(target)]
 
     def _resolve(self, ref: str) -> Any:
         node: Any = self._root
@@ -111,7 +112,7 @@ class _Scales:
             raise self._refuse(f"the reference {ref[:100]!r} does not lead to a place in the schema itself (#/…)")
         for step in unquote(ref).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            if isinstance(node, list) and name.isdecimal() and len(name) < 10 and int(name) < len(node):
                 node = node[int(name)]
             elif isinstance(node, dict) and name in node:
                 node = node[name]

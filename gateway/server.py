@@ -14,7 +14,7 @@ from aiohttp import web
 
 from gateway.answer import error_answer
 from gateway.config import GatewayConfig
-from gateway.errors import InternalError, InvalidRequest
+from gateway.errors import InternalError, InvalidRequest, cut
 
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0  # how long the rest of a refused body is read and thrown away, so that the client sees the answer
@@ -142,7 +142,7 @@ class JsonRequestHandler(web.RequestHandler):
     ) -> web.StreamResponse:
         if status < 500:
             text = (message or "bad HTTP request").partition("\n")[0].rstrip(":")
-            answer = error_answer(InvalidRequest(f"not a valid HTTP request: {text}", code="bad_http"))
+            answer = error_answer(InvalidRequest(f"not a valid HTTP request: {cut(text, 200)}", code="bad_http"))
         else:
             answer = error_answer(InternalError("the server made an error"))
         answer.force_close()

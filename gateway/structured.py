@@ -16,7 +16,7 @@ from typing import Any, Literal
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, cut
 from gateway.reasoning import CLOSE, OPEN
 from gateway.schema_bounds import MAX_SCHEMA_BYTES, check_schema
 from gateway.tool_calls import ToolFormat
@@ -200,8 +200,10 @@ def _byte_tokenizer(added: Iterable[str]) -> LLTokenizer:
 
 
 def _shorten(error: str) -> str:
-    """The compiler's message without the grammar around the fault, which the client has not seen."""
-    message = re.split(r"\n\s*\d+ \| ", error.strip())[0]
+    """The compiler's message without the grammar around the fault, which the client has not seen.
+
+    Cut first: a client's text may stand in it, and the search begins anew at every line of white space.
+    """
+    message = re.split(r"\n\s*\d+ \| ", error.strip()[: 2 * MAX_ERROR_CHARS])[0]
     message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema:", "", message)
-    message = " ".join(message.split())
-    return message if len(message) <= MAX_ERROR_CHARS else message[: MAX_ERROR_CHARS - 1] + "…"
+    return cut(" ".join(message.split()), MAX_ERROR_CHARS)

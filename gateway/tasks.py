@@ -15,8 +15,8 @@ Text = str | list[int]  # token ids are taken as given
 
 
 def place(field: str, index: int) -> str:
-    """How an error names one of a field's items; `query` is a single text."""
-    return field if field == "query" else f"{field}[{index}]"
+    """How an error names one of a field's items; `query` and `instruction` are single texts."""
+    return field if field in ("query", "instruction") else f"{field}[{index}]"
 
 
 class EmbedTask(Struct, frozen=True):

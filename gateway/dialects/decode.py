@@ -8,13 +8,15 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, cut
 
 T = TypeVar("T")
 
-_PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*?)(?P<value>\[\.\.\.\])?`$")
-_FIELD = re.compile(r"Object (?:(?P<missing>missing required)|contains unknown) field `(?P<name>.*?)`")
-_EXPECTED = re.compile(r"Expected `(?P<kinds>.*?)`(?P<bound>.*?)(?:, got `(?P<got>.*)`)?")
+# Matched as a whole against texts of at most _MAX_CHARS: what a client wrote may stand in them, of any length.
+_PATH = re.compile(r"(?P<key>`key` in )?`\$\.?(?P<path>[^`]*?)(?P<value>\[\.\.\.\])?`")
+_FIELD = re.compile(r"Object (?:(?P<missing>missing required)|contains unknown) field `(?P<name>.*)", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`(?P<bound>[^`]*?)(?:, got `(?P<got>[^`]*)`)?")
+_MAX_CHARS = 300
 _KINDS = {
     "str": "a string",
     "int": "a whole number",
@@ -45,13 +47,15 @@ def decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
 
 def _wrong_field(text: str) -> InvalidRequest:
     """What msgspec says of a value, in a client's words."""
-    place = _PATH.search(text)
+    before, _, behind = text.rpartition(" - at ")
+    place = _PATH.fullmatch(behind) if before and len(behind) <= _MAX_CHARS else None
     path = place["path"] if place else ""
-    if field := _FIELD.match(text):
-        name = f"{path}.{field['name']}" if path else field["name"]
+    told = cut(before if place else text, _MAX_CHARS)
+    if field := _FIELD.fullmatch(told):
+        name = cut(field["name"].removesuffix("`"))
+        name = f"{path}.{name}" if path else name
         told = "is missing; give it" if field["missing"] else "is not known to this server; leave it out"
         return InvalidRequest(f"{name} {told}", param=name)
-    told = _PATH.sub("", text)
     if expected := _EXPECTED.fullmatch(told):
         told = f"must be {_in_words(expected['kinds'])}{expected['bound']}"
         told += f", not {_in_words(expected['got'])}" if expected["got"] else ""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidRequest, cut
 from gateway.tasks import Text
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -31,8 +31,8 @@ def refuse_unknown(kind: type[Struct], body: bytes) -> None:
     """
     for name, value in _NAMES.decode(body).items():
         if name not in kind.__struct_encode_fields__ and bytes(value) != b"null":
-            text = f"{name[:100]} is not supported by this server; leave it out"
-            raise InvalidRequest(text, param=name[:100], code="unsupported")
+            text = f"{cut(name)} is not supported by this server; leave it out"
+            raise InvalidRequest(text, param=cut(name), code="unsupported")
 
 
 def read_texts(field: str, value: Texts) -> list[Text]:
