@@ -76,18 +76,18 @@ def real_stack(overrides: Sequence[str] = (), model: tuple[str, Path] | None = N
     `overrides` are as after --set.
     """
     name, directory = model or default_model()  # fetched before the clock starts
-    with _run_dir() as run_dir, ExitStack() as processes:
+    with _run_dir() as home, ExitStack() as processes:
         port = free_port()
-        config = run_dir / "bench.toml"
+        run_dir = home / "run"  # not there yet: a stack starts only where nothing of others is
+        config = home / "bench.toml"
         config.write_text(ONE_MODEL.format(name=name, source=directory))
         command = [sys.executable, "-m", "services.cli", "up", "--foreground", "--run-dir", str(run_dir)]
         command += ["--config", str(config)]
         for override in [f"gateway.port={port}", *overrides]:
             command += ["--set", override]
-        (run_dir / "logs").mkdir()
         started = time.time()
-        process = processes.enter_context(_process(command, run_dir / "logs" / "bouquet-up.log", {}))
-        _wait_ready(port, [process], run_dir)
+        process = processes.enter_context(_process(command, home / "bouquet-up.log", {}))
+        _wait_ready(port, [process], home)
         yield RunningStack(f"http://127.0.0.1:{port}", run_dir, name, started, time.time())
 
 
@@ -176,7 +176,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _wait_ready(port: int, processes: "Sequence[subprocess.Popen[bytes]]", run_dir: Path) -> None:
+def _wait_ready(port: int, processes: "Sequence[subprocess.Popen[bytes]]", home: Path) -> None:
     deadline = time.monotonic() + READY_S
     reason = ""
     while time.monotonic() < deadline and all(process.poll() is None for process in processes):
@@ -184,7 +184,7 @@ def _wait_ready(port: int, processes: "Sequence[subprocess.Popen[bytes]]", run_d
         if ready:
             return
         time.sleep(0.02)
-    tails = [f"--- {log.stem}\n{_tail(log)}" for log in sorted((run_dir / "logs").glob("*.log"))]
+    tails = [f"--- {log.stem}\n{_tail(log)}" for log in sorted(home.rglob("*.log"))]
     raise StackFailed("\n".join([f"the stack did not become ready: {reason}", *tails]))
 
 

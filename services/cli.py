@@ -24,17 +24,15 @@ from services.placement import PlacementError
 from services.programs import GATEWAY_GROUP
 from services.replicas import ReplicasError, read_replicas
 from services.rolling import Rolling, exclusive
+from services.run_dir import StackError, check_run_dir, clean, is_claimed, take_lock
 from services.sources import SourceError, resolve_source
 from services.stack import (
-    StackError,
     StartWatch,
     check_host,
-    clean,
     stack_programs,
     start_supervisord,
     stop_supervisord,
     stop_timeout_s,
-    take_lock,
     url,
     wait_for_port,
     write_stack,
@@ -67,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = "default: $BOUQUET_CONFIG, else ./bouquet.toml, else the project's"
     common.add_argument("--config", metavar="FILE", help=where)
     common.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
-    common.add_argument("--run-dir", metavar="DIR", type=Path, help="default: run_dir of the configuration")
+    common.add_argument("--run-dir", metavar="DIR", type=_directory, help="default: run_dir of the configuration")
     parser = argparse.ArgumentParser(prog="bouquet", description="Runs a stack that serves models for search.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -160,8 +158,9 @@ def _wait_until_ready(
 def down(given: argparse.Namespace) -> int:
     run_dir, run = _running(given)
     timeout_s = stop_timeout_s(run.config) if run else 60.0
-    stopped = stop_supervisord(run_dir, timeout_s, _say)
-    if run_dir.is_dir():
+    stopped = False
+    if is_claimed(run_dir):  # elsewhere both the files and a supervisord are somebody else's
+        stopped = stop_supervisord(run_dir, timeout_s, _say)
         _clean_if_free(run_dir)
     _say("stopped" if stopped else f"no stack runs in {run_dir}")
     return 0
@@ -221,6 +220,7 @@ def check(given: argparse.Namespace) -> int:
     path = find_config(given.config)
     config = load_config(path, given.overrides, given.run_dir)
     check_host(config.gateway.host)
+    check_run_dir(Path(config.run_dir))
     if refusals := find_refusals(config, _fetch(config, refresh=False)):
         raise ConfigError(refusals)
     models = ", ".join(f"{model.name} ({model.replicas}×)" for model in config.models)
@@ -229,6 +229,12 @@ def check(given: argparse.Namespace) -> int:
 
 
 COMMANDS = {"up": up, "down": down, "status": status, "restart": restart, "scale": scale, "pull": pull, "check": check}
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a directory")
+    return Path(text)
 
 
 def _load(given: argparse.Namespace) -> ServiceConfig:
@@ -241,6 +247,8 @@ def _running(given: argparse.Namespace) -> tuple[Path, RunConfig | None]:
         run_dir = (given.run_dir or load_run_dir(find_config(given.config), given.overrides)).absolute()
     except ConfigError as error:
         raise ConfigError([*error.problems, "--run-dir DIR finds a running stack without that file"]) from None
+    if not is_claimed(run_dir):
+        return run_dir, None
     try:
         return run_dir, read_run_config(run_dir / "config.json")
     except ConfigError:

@@ -69,6 +69,8 @@ def load_run_dir(path: Path, overrides: Sequence[str] = ()) -> Path:
     run_dir = _read(path, overrides).get("run_dir", RUN_DIR)
     if not isinstance(run_dir, str):
         raise ConfigError([f"run_dir: expected a string, got {run_dir!r}"])
+    if not run_dir:
+        raise ConfigError(["run_dir: is empty: name a directory"])
     return path.resolve().parent / Path(run_dir).expanduser()
 
 

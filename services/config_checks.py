@@ -45,6 +45,13 @@ _RANGES: list[tuple[str, float, float]] = [
     (".*_ms", 1, _DAY_MS),
     ("spin_us", 0, 1_000_000),
 ]
+# by key: what an empty string would mean is an accident, the file's own directory or every address
+_NEVER_EMPTY = {
+    "run_dir": "name a directory of its own, which is made",
+    "host": "give an address of this machine, 0.0.0.0 for all",
+    "model": "name a directory, or remove it",
+    "draft_vocab_ids": "name a file, or remove it",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
 _TCP = re.compile(r"tcp://[A-Za-z0-9._*-]+:[0-9]{1,5}")
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9._/@+=,~ -]+")
@@ -59,7 +66,7 @@ class ConfigError(ValueError):
 
 
 def find_problems(raw: dict[str, Any], schema: type[Struct]) -> list[str]:
-    """Unknown and missing keys, wrong types and values out of range, of the file as written."""
+    """Unknown and missing keys, wrong types, values out of range and empty ones, of the file as written."""
     return list(_table_problems(raw, schema, ""))
 
 
@@ -167,6 +174,8 @@ def _value_problems(value: Any, kind: Any, path: str) -> Iterator[str]:
         except msgspec.ValidationError:
             yield f"{path}: expected {_named(kind)}, got {_shown(value)}"
             return
+        if value == "" and (hint := _NEVER_EMPTY.get(path.rpartition(".")[2])):
+            yield f"{path}: is empty: {hint}"
         yield from _range_problems(value, path)
 
 

@@ -23,7 +23,8 @@ from services.log_tail import last_lines
 from services.programs import Program, gateway_program, rank_program, replica_group, replica_programs, scheduler_program
 from services.render import replica_config, replica_file
 from services.replicas import ReplicaTable, read_replicas, write_replicas
-from services.stack import Say, StackError, check_programs, logs_dir
+from services.run_dir import StackError, is_claimed
+from services.stack import Say, check_programs, logs_dir
 from services.supervisor_client import SupervisorClient
 
 GATEWAYS_SEE_S = 0.6  # gateways look at replicas.json every 250 ms
@@ -161,7 +162,7 @@ class Rolling:
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
     """Refuses two changes at once. Raises StackError."""
-    if not replicas_file(run_dir).is_file():
+    if not (is_claimed(run_dir) and replicas_file(run_dir).is_file()):
         raise StackError(f"no stack runs in {run_dir} (`bouquet up` starts one)")
     fd = os.open(run_dir / "ops.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

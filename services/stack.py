@@ -2,7 +2,7 @@
 
 Layout of a run directory (0700):
 
-    lock              held by supervisord for its life: one stack at a time
+    bouquet.lock      says that a stack made it; held by supervisord for its life: one stack at a time
     supervisord.conf  programs/*.conf  supervisor.sock  supervisord.pid
     config.json       replicas.json    replicas/<replica>/*.sock
     starts/<program>.json              crash guards
@@ -10,11 +10,9 @@ Layout of a run directory (0700):
 """
 
 import errno
-import fcntl
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ipc.addresses import config_file, crash_file, replica_id, replicas_file
+from ipc.addresses import config_file, crash_file, replica_id
 from services.config import RunConfig, ServiceConfig, write_run_config
 from services.cores import share_cores
 from services.crash_guard import read_history
@@ -33,9 +31,9 @@ from services.log_tail import last_lines
 from services.programs import Program, gateway_program, replica_programs
 from services.render import gateway_config, main_config, num_cores, programs_dir, replica_config, replica_file
 from services.replicas import ReplicaTable, write_replicas
+from services.run_dir import StackError, claim, clean, make_private, take_lock
 from services.supervisor_client import SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
-LOCK_WAIT_S = 3.0
 PORT_WAIT_S = 5.0
 DEATHS_BEFORE_GIVING_UP = 3
 PATIENCE_S = 10.0  # of a start; after that it says what it waits for
@@ -43,41 +41,21 @@ PATIENCE_S = 10.0  # of a start; after that it says what it waits for
 Say = Callable[[str], None]
 
 
-class StackError(RuntimeError):
-    """Something a person must know or do; the text says what."""
-
-
 def logs_dir(run_dir: Path) -> Path:
     return run_dir / "logs"
 
 
-def take_lock(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> int:
-    """The run directory's lock, as a descriptor. Raises StackError if a live stack has it."""
-    _make_private(run_dir)
-    fd = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-        os.close(fd)
-        raise StackError(
-            f"a stack is already running in {run_dir}: `bouquet down` stops it, "
-            "`--run-dir` and another gateway.port start a second one"
-        )
-
-
 def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
-    """Cleans what a dead stack left and writes all files of a new one. The caller holds the lock."""
+    """Cleans what a dead stack left and writes all files of a new one. The caller holds the lock.
+
+    Raises StackError, and changes nothing, for a directory that holds other things.
+    """
     run_dir = Path(config.run_dir)
     config = share_cores(config, num_cores())
+    claim(run_dir)
     clean(run_dir)
-    for directory in (run_dir, programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
-        _make_private(directory)
+    for directory in (programs_dir(run_dir), logs_dir(run_dir), run_dir / "starts", run_dir / "replicas"):
+        make_private(directory)
     paths = {name: str(path) for name, path in directories.items()}
     write_run_config(config_file(run_dir), RunConfig(config, paths))
     table = ReplicaTable()
@@ -89,16 +67,6 @@ def write_stack(config: ServiceConfig, directories: dict[str, Path]) -> None:
     write_replicas(run_dir, table)
     write_private(programs_dir(run_dir) / "gateways.conf", gateway_config(config, run_dir))
     write_private(run_dir / "supervisord.conf", main_config(run_dir))
-
-
-def clean(run_dir: Path) -> None:
-    """Removes everything of a stack that has ended but its logs. The caller holds the lock."""
-    for name in ("programs", "replicas", "starts"):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-    files = [replicas_file(run_dir), config_file(run_dir)]
-    files += [run_dir / name for name in ("supervisord.conf", "supervisord.pid", "supervisor.sock", "ops.lock")]
-    for path in [*files, *run_dir.glob("supervisor.sock.*"), *run_dir.glob("*.tmp")]:
-        path.unlink(missing_ok=True)
 
 
 def check_host(host: str) -> None:
@@ -259,13 +227,3 @@ def url(config: ServiceConfig) -> str:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise StackError(f"{directory} cannot be made: {error.strerror}; choose another run_dir") from None
-    if directory.stat().st_uid != os.getuid():
-        raise StackError(f"{directory} belongs to another user; choose another run_dir")
-    directory.chmod(0o700)

@@ -20,7 +20,8 @@ from services.config import ServiceConfig, build_config
 from services.health import http_ready
 from services.listening import listens
 from services.render import replica_file
-from services.stack import start_supervisord, stop_supervisord, stop_timeout_s, take_lock, write_stack
+from services.run_dir import take_lock
+from services.stack import start_supervisord, stop_supervisord, stop_timeout_s, write_stack
 from services.supervisor_client import ProcessInfo, SupervisorClient
 
 PROJECT = Path(__file__).parent.parent.parent

@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import socket
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from services.cli import build_parser, main
-from services.stack import take_lock
+from services.run_dir import take_lock
 
 COMMON = {"--config", "--set", "--run-dir", "--help", "-h"}
 
@@ -125,6 +126,65 @@ def test_a_twin_is_refused_before_anything_is_touched(
     assert "already running" in capsys.readouterr().err
     assert (run_dir / "replicas.json").read_text() == "kept"
     os.close(lock)
+
+
+FOREIGN = ("programs/mine.c", "replicas/x", "starts/y", "config.json", "supervisord.conf", "a.tmp", "replicas.json")
+
+
+def tree(directory: Path) -> dict[str, str | None]:
+    """Path → content of everything below; None: a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_text() if path.is_file() else None for path in directory.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("arguments", [["down"], ["status"], ["restart"], ["scale", "m=2"], ["up"], ["check"]])
+@pytest.mark.parametrize("by_option", [True, False])
+def test_a_directory_of_others_is_left_as_it_is(
+    arguments: list[str], by_option: bool, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = config.parent / "home"
+    for name in FOREIGN:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    home.chmod(0o755)
+    before = tree(home)
+    where = ["--run-dir", str(home)] if by_option else ["--set", f"run_dir={home}"]
+    assert main([*arguments, "--config", str(config), *where]) == (arguments != ["down"])
+    captured = capsys.readouterr()
+    assert "no stack runs in" in captured.out + captured.err or "choose another run_dir" in captured.err
+    assert tree(home) == before
+    assert home.stat().st_mode & 0o777 == 0o755
+
+
+def test_another_supervisord_is_not_stopped(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = config.parent / "home"
+    home.mkdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(home / "supervisor.sock"))
+        other.listen()
+        other.settimeout(0)
+        assert main(["down", "--config", str(config), "--run-dir", str(home)]) == 0
+        with pytest.raises(BlockingIOError):  # nobody has come
+            other.accept()
+    assert capsys.readouterr().out == f"no stack runs in {home}\n"
+
+
+def test_an_empty_run_dir_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(config.parent)
+    for command in ("up", "check", "down", "status"):
+        assert main([command, "--config", str(config), "--set", 'run_dir=""']) == 1
+        assert "bouquet: run_dir: is empty: name a directory" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main([command, "--config", str(config), "--run-dir", ""])
+        assert "--run-dir: is empty: name a directory" in capsys.readouterr().err
+    assert tree(config.parent) == before
+
+
+def test_check_says_of_a_run_dir_what_a_start_would(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run_dir in (config, Path("/dev/null/x"), config.parent):
+        assert main(["check", "--config", str(config), "--run-dir", str(run_dir)]) == 1
+        assert "choose another run_dir" in capsys.readouterr().err
 
 
 def test_wrong_usage_is_code_two(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from services.config import RunConfig, build_config
 from services.crash_guard import CrashGuard
 from services.replicas import read_replicas, write_replicas
 from services.rolling import Rolling, exclusive
-from services.stack import StackError, write_stack
+from services.run_dir import StackError
+from services.stack import write_stack
 from services.supervisor_client import ProcessInfo
 
 READY = Status(incarnation=1, state="ready", forward_age_ms=10)

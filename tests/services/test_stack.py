@@ -14,7 +14,8 @@ from services.config import ServiceConfig, build_config
 from services.crash_guard import CrashGuard
 from services.listening import listens
 from services.programs import gateway_program
-from services.stack import StackError, StartWatch, check_programs, clean, take_lock, wait_for_port, write_stack
+from services.run_dir import MARK, StackError, clean, take_lock
+from services.stack import StartWatch, check_programs, wait_for_port, write_stack
 
 
 def build(run_dir: Path) -> ServiceConfig:
@@ -47,7 +48,7 @@ def test_cleaning_keeps_logs_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "replicas" / "m@0").mkdir()
     clean(tmp_path)
     clean(tmp_path)
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"logs", "logs/gateway-0.log"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"logs", "logs/gateway-0.log", MARK}
 
 
 def test_a_new_stack_starts_from_its_configuration(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from services import supervisor_client
 from services.render import main_config
-from services.stack import StackError, logs_dir, start_supervisord, stop_supervisord, take_lock
+from services.run_dir import StackError, take_lock
+from services.stack import logs_dir, start_supervisord, stop_supervisord
 from services.supervisor_client import ProcessInfo, SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
 GROUP = """[group:{name}]
@@ -180,7 +181,8 @@ def test_reloading_keeps_the_directory_locked(run_dir: Path) -> None:
 
 def test_supervisord_stops_when_its_parent_is_killed(run_dir: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from services.stack import start_supervisord, take_lock\n"
+        "import sys, time; from pathlib import Path; from services.run_dir import take_lock\n"
+        "from services.stack import start_supervisord\n"
         "run_dir = Path(sys.argv[1]); print(start_supervisord(run_dir, take_lock(run_dir), with_parent=True).pid)\n"
         "sys.stdout.flush(); time.sleep(60)"
     )
