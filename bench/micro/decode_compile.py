@@ -97,7 +97,10 @@ def sample(num_rows: int, needs: Needs) -> None:
     )
     sampler.state.reserve()
     logits, each = zeros(num_rows, 128256, dtype=torch.float32), int32s(num_rows)
-    sampler.sample(logits, each, each, each, needs=needs, bitmask=int32s(num_rows, 4008))
+    tokens = sampler.draw(logits, each, each, each, needs=needs, bitmask=int32s(num_rows, 4008))
+    if needs.logprobs:
+        sampler.logprobs(logits, tokens)
+    sampler.count(each, tokens, needs)
 
 
 def accept(num_rows: int, k: int) -> None:

@@ -4,24 +4,15 @@ Order: logit_bias, min_tokens' mask, penalties, grammar mask, temperature, then 
 and biases commute; log probabilities are of the logits as the model gave them. Knows no model, no step plan, no text.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ipc.types import SamplingParams
 from rose.sampling.params import Needs
-from rose.sampling.reference import TorchOps, row_weights
+from rose.sampling.reference import TorchOps
 from rose.sampling.slots import SamplingSlots
-
-
-class Sampled(NamedTuple):
-    """The last three only where the step's needs say so. M is the sampler's max_logprobs."""
-
-    tokens: Tensor  # int32 [R]
-    logprobs: Tensor | None = None  # float32 [R], of the tokens
-    top_ids: Tensor | None = None  # int32 [R, M], most probable first, ties by lower id
-    top_logprobs: Tensor | None = None  # float32 [R, M]
 
 
 class SamplingOps(Protocol):
@@ -99,29 +90,13 @@ class Sampler:
         return self.state.needs(slots)
 
     def observe(self, slots: Tensor, ids: Tensor, is_output: Tensor) -> None:
-        """Tokens that did not come from `sample`: prompts, prefix hits, and output of an earlier life.
+        """Tokens that were not drawn here: prompts, prefix hits, and output of an earlier life.
 
         slots, ids, is_output int32 [T]: one line a token; is_output is 0 for a prompt's. Free of cost while no slot
         has penalties.
         """
         if self.state.any_penalties:
             self._ops.count(self.state, slots, ids, is_output)
-
-    def sample(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        num_output: Tensor,
-        *,
-        needs: Needs,
-        bitmask: Tensor | None = None,
-    ) -> Sampled:
-        """Draws a token a row (see `draw`) and counts it as output of its slot; log probabilities if needed."""
-        tokens = self.draw(logits, slots, positions, num_output, needs=needs, bitmask=bitmask)
-        found = self.logprobs(logits, tokens) if needs.logprobs else ()
-        self.count(slots, tokens, needs)  # last: a step that does not fit must not have counted anything
-        return Sampled(tokens, *found)
 
     def draw(
         self,
@@ -174,37 +149,6 @@ class Sampler:
         `probabilities`, float32 [R, V], whose rows are contiguous. Logits may be overwritten."""
         changed = self.adjusted(logits, slots, num_output, needs=needs, before=before, keep=False)
         return self._ops.draw_drafts(changed, self.state, slots, positions, needs, probabilities)
-
-    def probabilities(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        num_output: Tensor,
-        *,
-        needs: Needs,
-        bitmask: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> Tensor:
-        """The distribution that `draw` would draw from, float32 [R, V]; a greedy row is 1 at its largest logit.
-
-        Arguments as there; logits stay as they are. In torch on any device, which it may wait for.
-        """
-        weight = self.weights(logits, slots, num_output, needs=needs, bitmask=bitmask, before=before)
-        return (weight.double() / weight.sum(1, keepdim=True)).float()
-
-    def weights(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        num_output: Tensor,
-        *,
-        needs: Needs,
-        bitmask: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> Tensor:
-        """The same in integers, int64 [R, V] up to 2^40, not all of a row zero (rose.sampling.distribution)."""
-        changed = self.adjusted(logits, slots, num_output, needs=needs, bitmask=bitmask, before=before, keep=True)
-        return row_weights(changed, self.state, slots, needs)
 
     def adjusted(
         self,

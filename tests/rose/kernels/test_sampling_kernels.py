@@ -15,7 +15,8 @@ from rose.kernels.sampling_math import EXACT, TILE, keys_of, scale_bits, uniform
 from rose.sampling import distribution, philox
 from rose.sampling.params import Needs
 from rose.sampling.reference import TorchOps, ordered_keys
-from rose.sampling.sampler import Sampled, Sampler, SamplingOps
+from rose.sampling.sampler import Sampler, SamplingOps
+from tests.rose.sampling import drawing
 from tests.rose.sampling.test_sampler import VARIANTS
 
 # the interpreter says aloud what infinities do
@@ -93,21 +94,22 @@ def samplers(params: list[SamplingParams]) -> list[Sampler]:
     return made
 
 
-def draw_both(params: list[SamplingParams], logits: Tensor, bitmask: Tensor | None = None) -> list[Sampled]:
+def draw_both(params: list[SamplingParams], logits: Tensor, bitmask: Tensor | None = None) -> list[drawing.Sampled]:
     rows = int32(range(len(params)))
     found = []
     for sampler in samplers(params):
         for _ in range(2):  # the second time over what the first has counted
-            drawn = sampler.sample(
-                logits.clone(), rows, 100 + rows, 0 * rows + 3, needs=sampler.needs(rows.tolist()), bitmask=bitmask
+            needs = sampler.needs(rows.tolist())
+            drawn = drawing.sample(
+                sampler, logits.clone(), rows, 100 + rows, 0 * rows + 3, needs=needs, bitmask=bitmask
             )
             found.append(drawn)
         if sampler.state.counts is not None:
-            found.append(Sampled(sampler.state.counts))
+            found.append(drawing.Sampled(sampler.state.counts))
     return found
 
 
-def check(found: list[Sampled]) -> None:
+def check(found: list[drawing.Sampled]) -> None:
     half = len(found) // 2
     for kernel, reference in zip(found[:half], found[half:], strict=True):
         assert torch.equal(kernel.tokens, reference.tokens)
@@ -154,9 +156,8 @@ def test_a_mask_and_padding_rows() -> None:
     rows = int32([0, -1, 1, 2, 3])
     found = []
     for sampler in samplers(params):
-        drawn = sampler.sample(
-            logits.clone(), rows, 0 * rows, 0 * rows, needs=sampler.needs([0, 1, 2]), bitmask=bitmask.int().to(DEVICE)
-        )
+        needs, mask = sampler.needs([0, 1, 2]), bitmask.int().to(DEVICE)
+        drawn = drawing.sample(sampler, logits.clone(), rows, 0 * rows, 0 * rows, needs=needs, bitmask=mask)
         found.append(drawn.tokens)
     assert torch.equal(*found)
     for row, token in enumerate(found[0].tolist()):
@@ -201,7 +202,7 @@ def test_lists_too_long_are_walked_in_the_row() -> None:
     logits, rows = normal(4, VOCAB, scale=0.5), int32(range(4))
     needs = Needs(random=True, truncation=True)
     tokens = sampling_choose.choose(logits, by_kernel.state, rows, rows, needs, max_listed=100)
-    assert torch.equal(tokens, by_torch.sample(logits, rows, rows, rows, needs=needs).tokens)
+    assert torch.equal(tokens, drawing.sample(by_torch, logits, rows, rows, rows, needs=needs).tokens)
 
 
 def test_rows_that_are_not_finite() -> None:

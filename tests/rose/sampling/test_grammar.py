@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from ipc.types import SamplingParams
 from rose.sampling.grammar import GrammarError, Grammars
 from rose.sampling.sampler import Sampler
+from tests.rose.sampling import drawing
 
 EOS = (0, 1)
 VOCAB = 420  # more than the tokenizer has, as padded heads do
@@ -96,8 +97,8 @@ def test_random_logits_make_valid_json(grammars: Grammars, tokenizer: tuple[Path
         logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(position))
         logits[:, list(EOS)] += 3.0
         rows = (torch.full((num_rows,), value, dtype=torch.int32) for value in (position, position))
-        drawn = sampler.sample(
-            logits, torch.tensor(slots, dtype=torch.int32), *rows, needs=sampler.needs(slots),
+        drawn = drawing.sample(
+            sampler, logits, torch.tensor(slots, dtype=torch.int32), *rows, needs=sampler.needs(slots),
             bitmask=torch.from_numpy(mask),
         )  # fmt: skip
         for slot, token in enumerate(drawn.tokens.tolist()):

@@ -10,7 +10,8 @@ from scipy.stats import chisquare
 
 from ipc.types import SamplingParams
 from rose.sampling.params import MAX_BIASES, MAX_STOPS, Needs, UnusableParams
-from rose.sampling.sampler import Sampled, Sampler
+from rose.sampling.sampler import Sampler
+from tests.rose.sampling import drawing
 from tests.rose.sampling.plain import plain_logits, plain_probabilities, plain_softmax
 
 VOCAB = 301  # neither even nor a multiple of 32
@@ -75,9 +76,9 @@ def random_logits(rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int], position: int = 11) -> Sampled:
+def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int], position: int = 11) -> drawing.Sampled:
     rows = int32([position] * len(slots)), int32([len(OUTPUT)] * len(slots))
-    return sampler.sample(logits.clone(), int32(slots), *rows, needs=sampler.needs(slots))
+    return drawing.sample(sampler, logits.clone(), int32(slots), *rows, needs=sampler.needs(slots))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,7 +88,8 @@ def test_every_parameter(name: str) -> None:
     sampler.admit(1, params)
     observe(sampler, [1])
     logits = random_logits(1)
-    found = sampler.probabilities(logits, int32([1]), int32([len(OUTPUT)]), needs=Needs.of(params))[0].double().numpy()
+    num_output = int32([len(OUTPUT)])
+    found = drawing.probabilities(sampler, logits, int32([1]), num_output, needs=Needs.of(params))[0].double().numpy()
     adjusted = plain_logits(logits[0].double().numpy(), params, PROMPT, OUTPUT, EOS)
     want = plain_probabilities(adjusted, params)
     assert ((found > 0) == (want > 1e-12)).all()
@@ -104,10 +106,11 @@ def test_all_parameters_in_one_batch() -> None:
     logits = random_logits(len(VARIANTS) + 2)
     rows = [*slots[:5], -1, *slots[5:], 64]
     needs = sampler.needs(slots)
-    together = sampler.probabilities(logits, int32(rows), int32([5] * len(rows)), needs=needs)
+    together = drawing.probabilities(sampler, logits, int32(rows), int32([5] * len(rows)), needs=needs)
     for row, slot in enumerate(rows):
         if slot in slots:
-            alone = sampler.probabilities(
+            alone = drawing.probabilities(
+                sampler,
                 logits[row : row + 1],
                 int32([slot]),
                 int32([5]),
@@ -135,8 +138,8 @@ def test_draws_have_the_distribution(name: str) -> None:
     counts = None if sampler.state.counts is None else sampler.state.counts.clone()
     for begin in range(0, num_draws, chunk):
         positions = torch.arange(begin, begin + chunk, dtype=torch.int32)
-        drawn = sampler.sample(
-            logits.repeat(chunk, 1), int32([0] * chunk), positions, int32([5] * chunk), needs=Needs.of(params)
+        drawn = drawing.sample(
+            sampler, logits.repeat(chunk, 1), int32([0] * chunk), positions, int32([5] * chunk), needs=Needs.of(params)
         )
         seen += np.bincount(drawn.tokens.numpy(), minlength=VOCAB)
         if counts is not None:  # each draw is the first after OUTPUT
@@ -204,7 +207,7 @@ def test_what_ties_with_the_last_kept_is_kept(params: dict[str, Any]) -> None:
     sampler.admit(0, SamplingParams(**params))
     logits = torch.zeros(1, VOCAB)
     logits[0, [17, 200, 300]] = 9.0
-    p = sampler.probabilities(logits, int32([0]), int32([0]), needs=Needs(random=True, truncation=True))
+    p = drawing.probabilities(sampler, logits, int32([0]), int32([0]), needs=Needs(random=True, truncation=True))
     assert p[0].nonzero()[:, 0].tolist() == [17, 200, 300]
 
 
@@ -300,8 +303,8 @@ def test_only_allowed_tokens_are_drawn(max_allowed: int) -> None:
     bitmask = torch.from_numpy(np.packbits(mask, axis=1, bitorder="little").view(np.int32))
     seen = set()
     for position in range(100):
-        drawn = sampler.sample(
-            random_logits(6, seed=position), int32(range(6)), int32([position] * 6), int32([0] * 6),
+        drawn = drawing.sample(
+            sampler, random_logits(6, seed=position), int32(range(6)), int32([position] * 6), int32([0] * 6),
             needs=sampler.needs(list(range(6))), bitmask=bitmask,
         )  # fmt: skip
         assert {int(token) for token in drawn.tokens[[0, 1, 2, 3, 5]]} <= set(allowed)

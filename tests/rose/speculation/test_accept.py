@@ -18,6 +18,7 @@ from rose.sampling.philox import STREAM_DRAFT, uniform_bits
 from rose.sampling.sampler import Sampler
 from rose.slots import Spans
 from rose.speculation.accept import Accepted, Places, accept_draws, by_rows, verify
+from tests.rose.sampling import drawing
 
 VOCAB, EOS = 24, (1,)
 NUM_ROWS = 6_000
@@ -89,8 +90,8 @@ def check_distribution(found: Accepted, draws: Draws) -> None:
     """The token at each place, of those rows that got so far, is distributed as the target says."""
     first = torch.zeros(1, dtype=torch.int32)
     for place, logits in enumerate(draws.logits):
-        expected = draws.sampler.probabilities(
-            logits[None], first, first + 3 + place, needs=draws.sampler.needs([0])
+        expected = drawing.probabilities(
+            draws.sampler, logits[None], first, first + 3 + place, needs=draws.sampler.needs([0])
         )[0].double()  # fmt: skip
         got = found.tokens[found.num_new > place, place]
         counts = torch.bincount(got, minlength=VOCAB).double()
@@ -136,7 +137,9 @@ def test_drawn_drafts(name: str, kind: str) -> None:
         torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5)) * {"near": 0.7, "far": 3.0, "same": 0.0}[kind]
     )
     first, needs = torch.zeros(2, dtype=torch.int32), draws.sampler.needs([0])
-    weights = draws.sampler.weights(draws.logits[:2] + noise, first, first + 3 + torch.arange(2).int(), needs=needs)
+    weights = drawing.weights(
+        draws.sampler, draws.logits[:2] + noise, first, first + 3 + torch.arange(2).int(), needs=needs
+    )
     q = (weights.double() / weights.sum(1, keepdim=True)).float()
     seeds = draws.sampler.state.table[:NUM_ROWS]
     drafts = torch.stack(
@@ -152,7 +155,7 @@ def test_drawn_drafts(name: str, kind: str) -> None:
     ).int()
     found = run(draws, drafts, q[None].expand(NUM_ROWS, -1, -1))
     check_distribution(found, draws)
-    p = draws.sampler.probabilities(draws.logits[:2], first, first + 3 + torch.arange(2).int(), needs=needs)
+    p = drawing.probabilities(draws.sampler, draws.logits[:2], first, first + 3 + torch.arange(2).int(), needs=needs)
     agreement = float(torch.minimum(p, q)[0].sum())
     assert (found.num_new > 1).double().mean() == pytest.approx(agreement, abs=0.02)
     if kind == "same":
