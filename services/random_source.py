@@ -58,8 +58,10 @@ def write_random(source: RandomSource, directory: Path) -> None:
 def _copy_tokenizer(path: Path, directory: Path, vocab_size: int) -> None:
     """A tokenizer.json, and the tokenizer_config.json beside it if there is one. Raises SourceError."""
     try:
-        vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
+        content = json.loads(path.read_bytes())
+        vocabulary = content["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        largest = max([largest, *(token["id"] for token in content.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{path} is no tokenizer.json that can be read: {error!r}") from None
     if largest >= vocab_size:

@@ -453,10 +453,12 @@ def test_the_tokenizer_of_a_random_model(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (directory / name).read_bytes() == (given / name).read_bytes()
     raw = json.loads((given / "tokenizer.json").read_text())
-    raw["model"]["vocab"]["large"] = 512
-    (given / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(SourceError, match="has token 512, the model 512 tokens"):
-        resolve_source(f"random:tiny?tokenizer={given / 'tokenizer.json'}", tmp_path)
+    model = raw["model"] | {"vocab": raw["model"]["vocab"] | {"large": 512}}
+    added = {"id": 512, "content": "<|added|>", "special": True}
+    for larger in (raw | {"model": model}, raw | {"added_tokens": [*raw["added_tokens"], added]}):
+        (given / "tokenizer.json").write_text(json.dumps(larger))
+        with pytest.raises(SourceError, match="has token 512, the model 512 tokens"):
+            resolve_source(f"random:tiny?tokenizer={given / 'tokenizer.json'}", tmp_path)
     with pytest.raises(SourceError, match="cannot be read"):
         resolve_source(f"random:tiny?tokenizer={tmp_path / 'none.json'}", tmp_path)
 
