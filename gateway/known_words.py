@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 
-MAX_WORDS = (
-    1 << 16
-)  # of up to _LONG characters; longer ones count several times. Some 20 MB, then the table begins anew
+# Of up to _LONG characters; longer ones count several times. Some 20 MB, then the table begins anew.
+MAX_WORDS = 1 << 16
 _LONG = 64
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
