@@ -24,7 +24,7 @@ from rose.slots import RowInputs
 
 
 class DraftRows(NamedTuple):
-    """R decoding sequences, each for up to `length` drafts. The last four are the host's.
+    """R decoding sequences, each for up to `length` drafts. All but the tensors are the host's.
 
     What a row knows stands in the slots' state (rose.slots): `ids[slot, : num_tokens[slot]]`, of which all but the last
     have the target's keys and values. A row of nobody's slot (max_num_seqs) only fills up a batch.

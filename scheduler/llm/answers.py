@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     failed: list[tuple[Sequence, int]]  # with the row's status
 
 
-class Drafts(NamedTuple):
+class DraftCounts(NamedTuple):
     """Of each row of a step."""
 
     num_drafts: list[int]
@@ -103,7 +103,7 @@ class Answers:
     # --- rows -----------------------------------------------------------------------------------------------
 
     def _take_plain(
-        self, rows: Ints, lists: list[list[int]], special: Flags, drafts: Drafts | None, taken: Taken
+        self, rows: Ints, lists: list[list[int]], special: Flags, drafts: DraftCounts | None, taken: Taken
     ) -> None:
         """The rows that are nothing but tokens: this loop is most of what a large step costs."""
         sequences, deltas = self._lanes.sequences, taken.deltas
@@ -124,7 +124,7 @@ class Answers:
         prompt_line: int,
         endings: Endings,
         arrays: Arrays,
-        drafts: Drafts | None,
+        drafts: DraftCounts | None,
         taken: Taken,
     ) -> None:
         is_first = bool(new) and len(sequence.ids) == sequence.num_prompt
@@ -176,7 +176,7 @@ class Answers:
 
     # --- figures --------------------------------------------------------------------------------------------
 
-    def _count(self, step: Step, taken: Ints, counts: Ints, arrays: Arrays, compute_us: int) -> Drafts | None:
+    def _count(self, step: Step, taken: Ints, counts: Ints, arrays: Arrays, compute_us: int) -> DraftCounts | None:
         """What clients are told of drafts."""
         lanes, rows, figures = self._lanes, step.lanes, self._figures
         lanes.num_steps[rows] += 1
@@ -187,7 +187,7 @@ class Answers:
             return None
         drafts, accepted = _ints(arrays["num_drafts"][: len(rows)]) * (counts > 0), np.maximum(counts - 1, 0)
         figures.count_drafts(drafts, accepted)
-        return Drafts(drafts.tolist(), np.minimum(accepted, taken).tolist())
+        return DraftCounts(drafts.tolist(), np.minimum(accepted, taken).tolist())
 
     def _observe(self, rows: Ints, taken: Ints, now: float) -> None:
         """Times to the first token, and per token after it."""
