@@ -35,6 +35,7 @@ RANKS = [f"{LLAMA}-0:rank-{rank}" for rank in range(2)]
 PROMPTS = [[50 + i, 120, 7 * i + 3] for i in range(3)]
 LONG = 200  # tokens
 GONE_SECONDS = 10.0
+REPLICAS_SECONDS = 60.0
 CONTEXT_BYTES = 100 << 20  # a process takes more than that of a GPU
 RANK = {
     "device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24, "shared_sums": SHARED_SUMS
@@ -127,16 +128,25 @@ def test_replicas_on_two_gpus_share_the_work(tmp_path_factory: pytest.TempPathFa
     with GpuStack(tmp_path_factory.mktemp("bq"), {BERT: directory}, replicas=2, rank=RANK) as stack:
         programs = [replica_file(stack.run_dir, f"{BERT}/{replica}").read_text() for replica in range(2)]
         assert len({re.findall('CUDA_VISIBLE_DEVICES="([^"]+)"', text)[0] for text in programs}) == 2
-        for gpu in range(2):
-            assert torch.cuda.mem_get_info(gpu)[0] < free[gpu] - CONTEXT_BYTES
+        wait_for_replicas(stack, 2)
         before = num_rows(stack)
         for _ in range(3):
             np.testing.assert_allclose(at_once(stack, rows), expected, atol=1e-4)
         after = num_rows(stack)
+        for gpu in range(2):
+            assert torch.cuda.mem_get_info(gpu)[0] < free[gpu] - CONTEXT_BYTES
     answered = {replica: after[replica] - before[replica] for replica in after}
     print(f"rows that each replica answered: {answered}")
     assert len(answered) == 2
     assert min(answered.values()) >= len(rows) / 2  # of three times as many
+
+
+def wait_for_replicas(stack: Stack, number: int) -> None:
+    """Until so many tell of themselves: a stack answers as soon as one has loaded."""
+    end = time.monotonic() + REPLICAS_SECONDS
+    while len(found := num_rows(stack)) < number:
+        assert time.monotonic() < end, f"after {REPLICAS_SECONDS:g} s there are replicas {sorted(found)} alone"
+        time.sleep(0.2)
 
 
 def num_rows(stack: Stack) -> dict[str, float]:
