@@ -278,6 +278,9 @@ def _fetch(config: ServiceConfig, *, refresh: bool) -> dict[str, Path]:
             )
         except SourceError as error:
             raise SourceError(f"models[{index}].source: {error}") from None
+        except OSError as error:  # of the cache, or of files that may not be read
+            where = f"{error.filename}: " if error.filename else ""
+            raise SourceError(f"models[{index}].source: {where}{error.strerror}") from None
     return directories
 
 

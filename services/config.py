@@ -5,7 +5,8 @@ The only module that reads the environment (BOUQUET_CONFIG, XDG_CACHE_HOME, CUDA
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.config_checks import ConfigError, find_conflicts, find_problems
 from services.files import write_private
 from services.overrides import apply_overrides
 from services.source_names import LocalSource, RandomSource, SourceError, parse_source
+from services.user_paths import PathError, absolute_path
 
 CONFIG_NAME = "bouquet.toml"
 RUN_DIR = ".run"
@@ -61,17 +63,31 @@ class RunConfig(Struct, frozen=True):
 
 def load_config(path: Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> ServiceConfig:
     """The configuration in `path` with `overrides` (`gateway.port=9000`) on top. Raises ConfigError with all faults."""
-    return build_config(_read(path, overrides), path.resolve().parent, run_dir)
+    with _not_too_deep(path):
+        return build_config(_read(path, overrides), path.resolve().parent, run_dir)
 
 
 def load_run_dir(path: Path, overrides: Sequence[str] = ()) -> Path:
     """Where the stack of `path` runs, whatever else in it is wrong by now. Raises ConfigError."""
-    run_dir = _read(path, overrides).get("run_dir", RUN_DIR)
+    with _not_too_deep(path):
+        run_dir = _read(path, overrides).get("run_dir", RUN_DIR)
     if not isinstance(run_dir, str):
         raise ConfigError([f"run_dir: expected a string, got {run_dir!r}"])
     if not run_dir:
         raise ConfigError(["run_dir: is empty: name a directory"])
-    return path.resolve().parent / Path(run_dir).expanduser()
+    try:
+        return absolute_path(run_dir, path.resolve().parent)
+    except PathError as error:
+        raise ConfigError([f"run_dir: {error}"]) from None
+
+
+@contextmanager
+def _not_too_deep(path: Path) -> Iterator[None]:
+    """Parsing and copying recurse: a nesting of some hundreds of levels is an error of the file."""
+    try:
+        yield
+    except RecursionError:
+        raise ConfigError([f"{path}: its tables or lists, or those of --set, are nested too deep"]) from None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -89,14 +105,14 @@ def build_config(raw: dict[str, Any], base: Path, run_dir: Path | None = None) -
     if problems := find_problems(raw, ServiceConfig):
         raise ConfigError(problems)
     config = msgspec.convert({**raw, "models": [_with_defaults(model, raw) for model in raw["models"]]}, ServiceConfig)
-    cache_dir = base / Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    resolve = _Resolver(base)
     config = msgspec.structs.replace(
         config,
-        run_dir=str(run_dir.absolute() if run_dir else base / Path(config.run_dir).expanduser()),
-        cache_dir=str(cache_dir),
+        run_dir=str(run_dir.absolute()) if run_dir else resolve.path("run_dir", config.run_dir),
+        cache_dir=resolve.path("cache_dir", config.cache_dir) if config.cache_dir else str(default_cache_dir()),
+        models=[resolve.model(f"models[{index}]", model) for index, model in enumerate(config.models)],
     )
-    config, problems = _with_absolute_sources(config, base)
-    if problems := problems + find_conflicts(config):
+    if problems := resolve.problems + find_conflicts(config):
         raise ConfigError(problems)
     return config
 
@@ -110,9 +126,12 @@ def find_config(given: str | None) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """Where fetched models live unless the configuration says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "bouquet"
+    """Where fetched models live unless the configuration says otherwise. Raises ConfigError."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(base).expanduser() / "bouquet"
+    except RuntimeError:
+        raise ConfigError(["cache_dir: missing, and this user has no home directory to have one in"]) from None
 
 
 def visible_gpus() -> list[str]:
@@ -146,27 +165,39 @@ def _with_defaults(model: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _with_absolute_draft(model: ModelConfig, base: Path) -> ModelConfig:
-    drafts = model.rank.speculation
-    named = {"model": drafts.model, "draft_vocab_ids": drafts.draft_vocab_ids}
-    paths = {name: str(base / Path(path).expanduser()) for name, path in named.items() if path is not None}
-    drafts = msgspec.structs.replace(drafts, **paths)
-    return msgspec.structs.replace(model, rank=msgspec.structs.replace(model.rank, speculation=drafts))
+class _Resolver:
+    """Makes paths absolute, and keeps by key what cannot be made so."""
 
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self.problems: list[str] = []
 
-def _with_absolute_sources(config: ServiceConfig, base: Path) -> tuple[ServiceConfig, list[str]]:
-    models, problems = [], []
-    for index, model in enumerate(config.models):
+    def path(self, key: str, text: str) -> str:
         try:
-            source = parse_source(model.source, base)
-            if isinstance(source, LocalSource):
-                model = msgspec.structs.replace(model, source=str(source.path))
-            elif isinstance(source, RandomSource):
-                model = msgspec.structs.replace(model, source=source.spelling)
+            return str(absolute_path(text, self._base))
+        except PathError as error:
+            self.problems.append(f"{key}: {error}")
+            return text
+
+    def model(self, key: str, model: ModelConfig) -> ModelConfig:
+        """With the paths in its source and of its drafts."""
+        drafts = model.rank.speculation
+        named = {"model": drafts.model, "draft_vocab_ids": drafts.draft_vocab_ids}
+        paths = {
+            name: self.path(f"{key}.rank.speculation.{name}", text) for name, text in named.items() if text is not None
+        }
+        rank = msgspec.structs.replace(model.rank, speculation=msgspec.structs.replace(drafts, **paths))
+        return msgspec.structs.replace(model, source=self._source(key, model.source), rank=rank)
+
+    def _source(self, key: str, text: str) -> str:
+        try:
+            source = parse_source(text, self._base)
         except SourceError as error:
-            problems.append(f"models[{index}].source: {error}")
-        models.append(_with_absolute_draft(model, base))
-    return msgspec.structs.replace(config, models=models), problems
+            self.problems.append(f"{key}.source: {error}")
+            return text
+        if isinstance(source, LocalSource):
+            return str(source.path)
+        return source.spelling if isinstance(source, RandomSource) else text
 
 
 def _raise_key(name: str) -> ModelConfig:

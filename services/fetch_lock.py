@@ -5,12 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.source_names import SourceError
+
 
 @contextmanager
 def fetch_lock(cache_dir: Path, name: str) -> Iterator[None]:
-    """Holds the lock under which `name` is fetched; waits for another process that has it."""
+    """Holds the lock under which `name` is fetched; waits for another process that has it.
+
+    Raises SourceError for a cache that cannot be written.
+    """
     directory = cache_dir / "locks"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{name}.lock").open("w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / f"{name}.lock").open("w")
+    except OSError as error:
+        raise SourceError(f"cache_dir: {cache_dir} cannot be used: {error.strerror}; choose another") from None
+    with lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

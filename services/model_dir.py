@@ -14,7 +14,7 @@ def check_model_dir(directory: Path) -> None:
         raise SourceError(f"{directory} has no config.json: it is not a model directory in Hugging Face layout")
     try:
         json.loads(config.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{config} cannot be read: {error}") from None
     if not (directory / "tokenizer.json").is_file():
         raise SourceError(
@@ -37,7 +37,7 @@ def _weight_files(directory: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
             return [directory / PurePosixPath(name).name for name in sorted(names)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(f"{index} is not an index of safetensors files: {error!r}") from None
     for pattern in ("*.safetensors", "model.gguf", WEIGHTS_FILE):
         if files := sorted(directory.glob(pattern)):

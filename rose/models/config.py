@@ -51,12 +51,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file. Raises ModelError, naming it, if it is missing or not JSON."""
+    """The parsed file. Raises ModelError, naming it, if it is missing, unreadable or not JSON."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: a model directory in Hugging Face layout has it") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): fetch the model again") from None
 
 

@@ -75,6 +75,12 @@ def test_check_finds_what_would_stop_a_start(config: Path, capsys: pytest.Captur
         assert "gateway.host: this machine cannot listen on '999.1.1.1'" in capsys.readouterr().err
 
 
+def test_a_cache_that_is_no_directory_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["models[0].source=random:tiny", f"cache_dir={config}", "rank.device=cpu"]
+    assert main(["check", "--config", str(config), *(f"--set={setting}" for setting in settings)]) == 1
+    assert f"cache_dir: {config} cannot be used: Not a directory; choose another" in capsys.readouterr().err
+
+
 def test_pull_prints_where_the_files_are(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "--config", str(config)]) == 0
     assert capsys.readouterr().out == f"m: {config.parent}/model\n"

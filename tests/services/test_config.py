@@ -11,6 +11,7 @@ from services.config import (
     default_cache_dir,
     find_config,
     load_config,
+    load_run_dir,
     read_run_config,
     visible_gpus,
     write_run_config,
@@ -122,6 +123,24 @@ def test_paths_become_absolute() -> None:
             {"models": [MODEL, {**MODEL, "name": "n"}], "scheduler": {"listen": "tcp://*:1"}},
             "models[1].scheduler.listen: models[0] listens there",
         ),
+        ({"run_dir": "~nobody-here/x"}, "run_dir: '~nobody-here/x': nothing is known of a home directory ~nobody-here"),
+        ({"cache_dir": "~nobody-here"}, "cache_dir: '~nobody-here': nothing is known of"),
+        ({"cache_dir": "a\0b"}, "cache_dir: 'a\\x00b' holds a zero character"),
+        ({"models": [{**MODEL, "source": "~nobody-here"}]}, "models[0].source: '~nobody-here': nothing is known of"),
+        (
+            {"models": [{**MODEL, "source": "random:tiny?tokenizer=~nobody-here/t"}]},
+            "models[0].source: '~nobody-here/t': nothing is known of",
+        ),
+        ({"models": [{**MODEL, "source": "random:tiny?tokenizer=%00"}]}, "models[0].source: '\\x00' holds a zero"),
+        (
+            {"models": [{**MODEL, "source": "random:tiny?seed=1&seed=2"}]},
+            "models[0].source: 'random:tiny?seed=1&seed=2'",
+        ),
+        (drafting(proposer="mtp", model="~nobody-here"), "models[0].rank.speculation.model: '~nobody-here': nothing"),
+        (
+            drafting(proposer="mtp", model="x", draft_vocab=1, draft_vocab_ids="~nobody-here"),
+            "models[0].rank.speculation.draft_vocab_ids: '~nobody-here': nothing",
+        ),
         ({"run_dir": ""}, "run_dir: is empty: name a directory of its own"),
         ({"gateway": {"host": ""}}, "gateway.host: is empty: give an address of this machine, 0.0.0.0 for all"),
         (drafting(proposer="mtp", model=""), "models[0].rank.speculation.model: is empty: name a directory"),
@@ -176,6 +195,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(bad)
 
 
+@pytest.mark.parametrize(
+    "line", ["a = " + "[" * 3000 + "]" * 3000, "a" + ".a" * 3000 + " = 1"], ids=["lists", "tables"]
+)
+def test_a_file_that_is_nested_too_deep(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "bouquet.toml"
+    file.write_text(line)
+    for load in (load_config, load_run_dir):
+        with pytest.raises(ConfigError, match=r"bouquet\.toml: its tables or lists.* are nested too deep"):
+            load(file)
+    file.write_text('[[models]]\nname = "m"\nsource = "m"\n')
+    with pytest.raises(ConfigError, match="nested too deep"):
+        load_config(file, [f"rank={'[' * 3000}{']' * 3000}"])
+
+
+def test_a_run_dir_of_nobody_is_no_place_to_look(tmp_path: Path) -> None:
+    file = tmp_path / "bouquet.toml"
+    file.write_text('run_dir = "~nobody-here/x"\n')
+    with pytest.raises(ConfigError, match=r"^run_dir: '~nobody-here/x': nothing is known"):
+        load_run_dir(file)
+
+
 def test_overrides_reach_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "bouquet.toml"
     file.write_text('[[models]]\nname = "m-1.5"\nsource = "./m"\n')
@@ -206,6 +246,9 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert find_config(None) == Path("bouquet.toml")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert default_cache_dir() == Path("/cache/bouquet")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-here")
+    with pytest.raises(ConfigError, match="cache_dir: missing, and this user has no home directory"):
+        default_cache_dir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 1")
     assert visible_gpus() == ["3", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -81,6 +81,9 @@ def test_a_device_that_is_not_there(find: Find, monkeypatch: pytest.MonkeyPatch)
 def test_a_draft_that_is_not_there(find: Find, tmp_path: Path) -> None:
     found = find({"speculation": {"proposer": "draft_model", "model": str(tmp_path / "nowhere")}})
     assert any(f"{tmp_path}/nowhere/config.json is missing" in problem for problem in found)
+    (tmp_path / "file").touch()
+    found = find({"speculation": {"proposer": "draft_model", "model": str(tmp_path / "file")}})
+    assert any(f"{tmp_path}/file/config.json cannot be read: Not a directory" in problem for problem in found)
 
 
 def test_what_a_gateway_refuses(find: Find, minilm_dir: Path, tmp_path: Path) -> None:

@@ -205,9 +205,10 @@ def test_other_faults_of_a_directory(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no such directory.*a repository of the hub is hf:BAAI/bge-small-en-v1\.5"):
         resolve_source("BAAI/bge-small-en-v1.5", tmp_path, base=tmp_path)
     directory = make_model(tmp_path / "model")
-    (directory / "config.json").write_text("{")
-    with pytest.raises(SourceError, match=r"config\.json cannot be read"):
-        check_model_dir(directory)
+    for content in ("{", "[" * 100_000):
+        (directory / "config.json").write_text(content)
+        with pytest.raises(SourceError, match=r"config\.json cannot be read"):
+            check_model_dir(directory)
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(SourceError, match="git lfs pull"):
