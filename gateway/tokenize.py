@@ -21,9 +21,11 @@ from gateway.known_words import KnownWords
 CUT_CHARS_PER_TOKEN = 12
 CUT_MARGIN_TOKENS = 8
 # Where there is no such place, as in Chinese without punctuation, the cut falls anywhere and only the ids well before
-# it count. WordPiece goes word by word, and one has 100 ids at most; Unigram and BPE feel a cut for a few pieces.
+# it count. WordPiece goes word by word, and one has 100 ids at most; BPE feels a cut for a few pieces. Unigram feels it
+# as far as a word goes, for it takes the likeliest of all divisions of a word: it is cut only where words end.
 CUT_INSIDE_MARGIN_TOKENS = 128
 CUT_SEARCH_CHARS = 1000
+_SPACES = " \n\t\r\u00a0\u3000"
 KNOWN_WORDS_CHARS = 4000  # of a call, up to which words are looked up: more would keep other threads from running
 _PROBES = ("a", "b", "the", "1")
 
@@ -62,6 +64,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._inner = _without_first_space(tokenizer) or tokenizer
         self._known_words = KnownWords.of(tokenizer)
+        self._word_end = _word_end(tokenizer) if isinstance(tokenizer.model, Unigram) else None
 
     @classmethod
     def from_file(cls, path: Path) -> "TextTokenizer":
@@ -108,7 +111,7 @@ class TextTokenizer:
         pending = list(range(len(texts)))
         num_chars = CUT_CHARS_PER_TOKEN * (num_tokens + CUT_MARGIN_TOKENS)
         while pending:
-            cuts = [_cut(texts[i], num_chars) for i in pending]
+            cuts = [self._cut(texts[i], num_chars) for i in pending]
             again = []
             for i, (piece, margin), ids in zip(pending, cuts, self.encode([piece for piece, _ in cuts]), strict=True):
                 if len(piece) == len(texts[i]) or len(ids) >= num_tokens + margin:
@@ -118,6 +121,13 @@ class TextTokenizer:
             pending = again
             num_chars *= 4
         return result
+
+    def _cut(self, text: str, num_chars: int) -> tuple[str, int]:
+        """`text` without what lies beyond about `num_chars`, and how many of its last ids the cut may have changed."""
+        if self._word_end is not None:
+            return _cut_at(self._word_end, text, num_chars), CUT_MARGIN_TOKENS
+        piece = cut_text(text, num_chars)
+        return (text[:num_chars], CUT_INSIDE_MARGIN_TOKENS) if piece is None else (piece, CUT_MARGIN_TOKENS)
 
     def frame(self, ids: list[int]) -> list[int]:
         return self.single.prefix + ids + self.single.suffix
@@ -137,10 +147,24 @@ def _library_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _cut(text: str, num_chars: int) -> tuple[str, int]:
-    """`text` without what lies beyond about `num_chars`, and how many of its last ids the cut may have changed."""
-    piece = cut_text(text, num_chars)
-    return (text[:num_chars], CUT_INSIDE_MARGIN_TOKENS) if piece is None else (piece, CUT_MARGIN_TOKENS)
+def _word_end(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """What a letter or digit is followed by where the tokenizer divides a text for good; matches nothing if it never
+    does."""
+
+    def divides(space: str) -> bool:
+        text = f"a{space}b"
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        return tokenizer.pre_tokenizer is not None and len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1
+
+    found = "".join(filter(divides, _SPACES))
+    return re.compile(rf"(?<=[^\W_])[{re.escape(found)}]" if found else r"(?!)")
+
+
+def _cut_at(place: re.Pattern[str], text: str, num_chars: int) -> str:
+    """`text` up to the first such place from about `num_chars` on; all of it where there is none."""
+    found = place.search(text, num_chars)
+    return text if found is None else text[: found.start()]
 
 
 def cut_text(text: str, num_chars: int) -> str | None:

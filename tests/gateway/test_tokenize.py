@@ -138,6 +138,39 @@ def test_cutting_before_encoding_changes_nothing(text: str, num_tokens: int, kin
     assert ours.encode_cut([text], num_tokens) == [ours.encode([text])[0][:num_tokens]]
 
 
+def remainder_first_tokenizer(split: bool) -> Tokenizer:
+    """A Unigram that divides a run of `a` by threes, what is left over at its beginning: a cut inside is noticed."""
+    pieces = [("<unk>", 0.0), ("▁", -3.0), ("a", -4.0), ("aa", -6.0), ("aaa", -7.5)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=split)
+    return tokenizer
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_unigrams_word_is_not_cut(split: bool) -> None:
+    ours = TextTokenizer(remainder_first_tokenizer(split))
+    for length in (20_000, 20_001, 20_002):
+        for space in ("", " ", "\n", "。", ". "):
+            text = "a" * length + space + "a" * length
+            (whole,) = ours.encode([text])
+            assert ours.encode_cut([text], 200) == [whole[:200]], (length, space)
+
+
+def test_a_unigrams_book_costs_its_first_page() -> None:
+    ours = TextTokenizer(unigram_tokenizer())
+    seen: list[int] = []
+    encode = ours.encode
+
+    def counting(texts: list[str]) -> list[list[int]]:
+        seen.extend(map(len, texts))
+        return encode(texts)
+
+    ours.encode = counting  # type: ignore[method-assign]
+    book = "what is a red tulip, and what is it not? " * 50_000
+    assert ours.encode_cut([book], 30) == [encode([book[:1000]])[0][:30]]
+    assert sum(seen) < 2000
+
+
 def test_cutting_does_not_encode_what_is_cut_off() -> None:
     ours = TextTokenizer(tiny_tokenizer())
     seen: list[int] = []
