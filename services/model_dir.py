@@ -3,7 +3,7 @@
 import json
 from pathlib import Path, PurePosixPath
 
-from services.random_source import WEIGHTS_FILE
+from rose.weights.random_file import FILE_NAME as RANDOM_FILE
 from services.source_names import SourceError
 
 
@@ -39,7 +39,7 @@ def _weight_files(directory: Path) -> list[Path]:
             return [directory / PurePosixPath(name).name for name in sorted(names)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(f"{index} is not an index of safetensors files: {error!r}") from None
-    for pattern in ("*.safetensors", "model.gguf", WEIGHTS_FILE):
+    for pattern in ("*.safetensors", "model.gguf", RANDOM_FILE):
         if files := sorted(directory.glob(pattern)):
             return files
     hint = ""

@@ -6,7 +6,7 @@ rose.weights.random fills them.
 
 from typing import Any
 
-from msgspec import Struct
+from rose.weights.random_file import RandomTensor
 
 HEADS = ("mtp", "eagle")  # of one layer over the model's hidden states: see rose.speculation.heads
 EMBEDDING_STD = 0.05
@@ -47,15 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096},
 }
-
-
-class RandomTensor(Struct, frozen=True):
-    """Normally distributed numbers, as rose.weights.random reads them."""
-
-    shape: list[int]
-    mean: float
-    std: float
-    row_means: dict[int, float] = {}  # of rows with another mean
 
 
 def config_json(shape: str, head: str | None) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from rose.weights.random_file import FILE_NAME, RandomWeights
 from services.fetch_lock import fetch_lock
 from services.random_shapes import config_json, tensors
 from services.source_names import Progress, RandomSource, SourceError
 
-WEIGHTS_FILE = "model.random.json"  # read by rose.weights.random
 VERSION = 1  # of what is written here
 END = "<|end|>"  # the last token of the vocabulary: a text's end
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -51,8 +51,8 @@ def write_random(source: RandomSource, directory: Path) -> None:
     if not (directory / "tokenizer_config.json").exists():
         _write(directory / "tokenizer_config.json", settings)
     _write(directory / "config.json", config)
-    weights = {"seed": source.seed, "tensors": tensors(source.shape, source.head, source.says)}
-    (directory / WEIGHTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(weights), indent=1))
+    weights = RandomWeights(source.seed, tensors(source.shape, source.head, source.says))
+    (directory / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(weights), indent=1))
 
 
 def _copy_tokenizer(path: Path, directory: Path, vocab_size: int) -> None:

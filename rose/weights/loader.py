@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rose.distributed.shard import Shard
 from rose.layers.linear import FusedLinear, RowsLinear
 from rose.models.config import ModelError, read_json
-from rose.weights import random
+from rose.weights.random import read_random, stream_random
+from rose.weights.random_file import FILE_NAME as RANDOM_FILE
 
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of layer norms in files from before 2019
 _COMPUTED = (".rotary_emb.inv_freq",)  # ends of names of buffers that old files hold
@@ -29,7 +30,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The model's safetensors files, one or those an index names, else its GGUF file or the one that random weights are
     made from. Raises ModelError."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    others = [directory / name for name in ("model.gguf", random.FILE_NAME) if (directory / name).exists()]
+    others = [directory / name for name in ("model.gguf", RANDOM_FILE) if (directory / name).exists()]
     if index.exists():
         files = [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
     elif others and not single.exists():
@@ -56,8 +57,8 @@ def load_weights(model: nn.Module, files: list[Path]) -> None:
 
 def tensor_names(file: Path) -> list[str]:
     """Of all tensors in a safetensors file, or in one of random weights. Raises ModelError."""
-    if file.name == random.FILE_NAME:
-        return list(random.read_random(file).tensors)
+    if file.name == RANDOM_FILE:
+        return list(read_random(file).tensors)
     try:
         with safe_open(file, framework="pt") as tensors:
             return list(tensors.keys())
@@ -98,8 +99,8 @@ class _Stored:
 
 
 def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Stored]]:
-    if file.name == random.FILE_NAME:
-        yield from ((name, stored) for name, stored in random.stream_random(file) if wanted(name))
+    if file.name == RANDOM_FILE:
+        yield from ((name, stored) for name, stored in stream_random(file) if wanted(name))
         return
     if file.suffix == ".gguf":
         from rose.weights.gguf import stream_gguf  # others need not wait for its import

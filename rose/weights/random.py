@@ -1,4 +1,4 @@
-"""Weights that are made, not read: a file of names, shapes and a seed (services/random_source.py writes it).
+"""Weights that are made, not read: a file of names, shapes and a seed (rose.weights.random_file) says them.
 
 Numbers come in tiles of at most 1024 x 1024, each from a generator of its own, on the device they are for. So a rank
 makes its part of a tensor and little more, and has what it would have of the whole. They are the same for a seed and a
@@ -11,28 +11,13 @@ from pathlib import Path
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from rose.distributed.shard import Shard
 from rose.models.config import ModelError
+from rose.weights.random_file import RandomTensor, RandomWeights
 
-FILE_NAME = "model.random.json"
 TILE = 1024
-
-
-class RandomTensor(Struct, frozen=True):
-    shape: list[int]
-    mean: float
-    std: float
-    row_means: dict[int, float] = {}  # of rows with another mean
-
-
-class RandomWeights(Struct, frozen=True):
-    """The file's content."""
-
-    seed: int
-    tensors: dict[str, RandomTensor]
 
 
 def read_random(path: Path) -> RandomWeights:

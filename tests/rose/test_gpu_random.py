@@ -11,7 +11,8 @@ from ipc.types import ModelFacts
 from rose.distributed.shard import Shard
 from rose.models.config import read_config
 from rose.speculation.protocol import Target
-from rose.weights.random import RandomStored, RandomTensor
+from rose.weights.random import RandomStored
+from rose.weights.random_file import RandomTensor
 from services.sources import resolve_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

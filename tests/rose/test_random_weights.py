@@ -22,6 +22,7 @@ from rose.speculation.heads import load_head
 from rose.speculation.protocol import Target
 from rose.weights import random
 from rose.weights.loader import load_weights
+from rose.weights.random_file import FILE_NAME, RandomTensor, RandomWeights
 from services.random_shapes import HEADS, SHAPES
 from services.sources import resolve_source
 from tests.rose.distributed.test_shard import Silent
@@ -76,7 +77,7 @@ def test_a_dtype_rounds_the_same_numbers(tmp_path: Path) -> None:
 def test_a_part_is_the_slice_of_the_whole(dim: int, begin: int, end: int) -> None:
     shape = [72, 72]
     shape[dim] = 75
-    stored = random.RandomStored("1 name", random.RandomTensor(shape, 0.5, 2.0))
+    stored = random.RandomStored("1 name", RandomTensor(shape, 0.5, 2.0))
     whole = torch.empty(shape)
     stored.fill(whole, None)
     expected = whole.narrow(dim, begin, end - begin)
@@ -109,7 +110,7 @@ def test_a_few_rows_of_a_matrix(tmp_path: Path) -> None:
             self.lm_head = RowsLinear(64, (70, 3))
 
     directory, scores = resolve_source("random:tiny", tmp_path), Scores()
-    load_weights(scores, [directory / random.FILE_NAME])
+    load_weights(scores, [directory / FILE_NAME])
     assert torch.equal(scores.lm_head.weight, parameters(load(directory))["lm_head.weight"][[70, 3]])
 
 
@@ -176,26 +177,24 @@ def test_every_shape_has_the_tensors_of_its_model(
 
 
 def test_a_damaged_file_and_a_tensor_of_three_dimensions_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / random.FILE_NAME
+    path = tmp_path / FILE_NAME
     path.write_text("{}")
     with pytest.raises(ModelError, match="no file of random weights"):
         random.read_random(path)
-    tensor = random.RandomTensor([2, 2, 2], 0.0, 1.0)
-    path.write_bytes(msgspec.json.encode(random.RandomWeights(0, {"conv": tensor})))
+    tensor = RandomTensor([2, 2, 2], 0.0, 1.0)
+    path.write_bytes(msgspec.json.encode(RandomWeights(0, {"conv": tensor})))
     with pytest.raises(ModelError, match="conv has 3 dimensions"):
         random.read_random(path)
 
 
 def test_tensors_that_the_model_lacks_and_lacks_not(tmp_path: Path) -> None:
     directory = resolve_source("random:tiny", tmp_path)
-    path = directory / random.FILE_NAME
+    path = directory / FILE_NAME
     weights = random.read_random(path)
     fewer = {name: tensor for name, tensor in weights.tensors.items() if name != "model.norm.weight"}
-    path.write_bytes(msgspec.json.encode(random.RandomWeights(0, fewer)))
+    path.write_bytes(msgspec.json.encode(RandomWeights(0, fewer)))
     with pytest.raises(ModelError, match=r"lack model\.norm\.weight"):
         load(directory)
-    path.write_bytes(
-        msgspec.json.encode(random.RandomWeights(0, weights.tensors | {"more": random.RandomTensor([2], 0, 1)}))
-    )
+    path.write_bytes(msgspec.json.encode(RandomWeights(0, weights.tensors | {"more": RandomTensor([2], 0, 1)})))
     with pytest.raises(ModelError, match="holds 'more'"):
         load(directory)

@@ -8,8 +8,8 @@ import torch
 
 from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
-from rose.speculation.heads_random import write_random_head
 from tests.rose.distributed.ranks import Ranks
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.speculation.matrix import BLOCK_BYTES, LIMITS, Matrix, make_runner
 from tests.rose.speculation.replica import Replica
 from tests.rose.tiny_lm import write_llama, write_relative

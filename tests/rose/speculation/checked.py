@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rose.attention.interface import AttentionShape
 from rose.config import SpeculationConfig
-from rose.speculation.hook import Hook, Texts
 from rose.speculation.mtp import Mtp
 from rose.speculation.protocol import (
     Closing,
@@ -24,6 +23,7 @@ from rose.speculation.protocol import (
     ProposerSource,
     Target,
 )
+from tests.rose.speculation.hook import Hook, Texts
 
 EACH = 3
 CLOSE = 1e-3  # logits that may stand in another order
@@ -48,7 +48,7 @@ def positions_of(ids: Tensor) -> Tensor:
 class Checked:
     """Of every `EACH` rows one is compared. `num_checked`: drafts that were; `num_lapsed`: rows that had none.
 
-    Random heads are hardly ever right, so with one the target gets drafts of `texts` (rose.speculation.hook) instead:
+    Random heads are hardly ever right, so the target of one gets drafts of `texts` (tests.rose.speculation.hook):
     what it accepts must not matter to what the head says next.
     """
 

@@ -11,7 +11,7 @@ from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
 from rose.model_runner import ModelRunner
 from rose.speculation import registry
-from rose.speculation.hook import load_hook
+from tests.rose.speculation.hook import load_hook
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
 from tests.rose.speculation.replica import Replica
 from tests.rose.tiny_lm import write_llama, write_qwen3

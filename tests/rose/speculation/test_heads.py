@@ -15,9 +15,9 @@ from rose.models.config import ModelError, read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.speculation.heads import DraftHead, HeadKind, load_head
-from rose.speculation.heads_random import write_random_head
 from rose.speculation.protocol import Target
 from tests.rose.speculation.checked import attend, positions_of
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.tiny_lm import write_llama, write_qwen3
 
 KINDS = ["mtp", "eagle"]

@@ -13,8 +13,8 @@ from rose.config import SpeculationConfig
 from rose.kv_cache import BLOCK_SIZE
 from rose.model_runner import ModelRunner
 from rose.speculation import registry
-from rose.speculation.heads_random import write_random_head
 from tests.rose.speculation.checked import Checked, check_drafts
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.speculation.matrix import LARGE_CACHE, SMALL_CACHE, Matrix, make_runner
 from tests.rose.speculation.replica import Jobs, Replica
 from tests.rose.tiny_lm import write_llama, write_qwen3, write_relative

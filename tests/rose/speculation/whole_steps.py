@@ -31,9 +31,9 @@ from rose.slots import RowInputs
 from rose.speculation import kernels
 from rose.speculation.accept import Places, count_output, verify
 from rose.speculation.drafting import use_device_layers
-from rose.speculation.heads_random import write_random_head
 from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, Target
 from rose.speculation.registry import load_proposer
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.tiny_lm import VOCAB_SIZE, write_llama, write_relative
 
 Way = Literal["torch", "kernels"]

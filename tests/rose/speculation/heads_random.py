@@ -1,4 +1,4 @@
-"""Heads that have learnt nothing: what tests and measurements of a head's cost run, and where training begins."""
+"""Heads that have learnt nothing: what tests of heads run."""
 
 import json
 from pathlib import Path

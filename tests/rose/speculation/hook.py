@@ -1,6 +1,6 @@
-"""For tests and measurements: drafts from texts that are known beforehand, each right with a chance of one's choosing.
+"""Drafts from texts that are known beforehand, each right with a chance of one's choosing.
 
-So a test says how many drafts are accepted, under whatever parameters the texts were made. Not for serving.
+So a test says how many drafts are accepted, under whatever parameters the texts were made.
 """
 
 from collections.abc import Sequence
