@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.speculation.heads_random import write_random_head
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.tiny_lm import write_qwen3
 from tests.test_house_style import modules, run_python
 
