@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rose.distributed.group import LEADER
-from rose.distributed.shared_sums import SharedSums, Ways
+from rose.distributed.shared_sums import SharedSums, Ways, memory_to_share
 
 TIMEOUT = timedelta(hours=1)  # schedulers kill a group that stands still long before
 
@@ -58,16 +58,21 @@ class NcclGroup:
 
     def _share(self, device: torch.device, ways: Ways) -> SharedSums | None:
         """On all ranks or none: where one cannot map the others' memory, NCCL does all sums."""
-        sums, reason = None, ""
+        group = dist.group.WORLD
+        assert group is not None
+        memory = sums = None
+        reason = ""
         try:
-            assert dist.group.WORLD is not None
-            sums = SharedSums(dist.group.WORLD, device, ways)
+            memory = memory_to_share(group, device, ways)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-        able = torch.tensor([sums is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(able, dist.ReduceOp.MIN)
-        if int(able):
-            return sums
+        if _all(memory is not None, device) and memory is not None:  # else some would wait for one that does not come
+            try:
+                sums = SharedSums(group, memory, ways)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+            if _all(sums is not None, device):
+                return sums
         warnings.warn(
             f"rank {self.rank}: small sums go over NCCL, some 3 us slower each: "
             f"{reason or 'another rank cannot map memory of this one'}",
@@ -75,3 +80,10 @@ class NcclGroup:
             stacklevel=2,
         )
         return None
+
+
+def _all(able: bool, device: torch.device) -> bool:
+    """Whether every rank is. All of them ask."""
+    least = torch.tensor([able], dtype=torch.int32, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return bool(least.item())

@@ -40,16 +40,23 @@ def way(num_bytes: int, dtype: torch.dtype, ways: Ways) -> Way | None:
     return "one_shot" if num_bytes <= ways.one_shot else "two_shot"
 
 
-class SharedSums:
-    """Of one rank on `device`. Launches on the current stream, which may be captured.
+def memory_to_share(group: dist.ProcessGroup, device: torch.device, ways: Ways) -> Tensor:
+    """This rank's part, for SharedSums. Asks no other rank. Raises RuntimeError where there is none to be had."""
+    memory: Tensor = _Memory.empty_strided_p2p((max(ways),), (1,), torch.uint8, device, group.group_name)
+    return memory
 
-    Made by all ranks at the same time. Raises RuntimeError where they cannot map each other's memory.
+
+class SharedSums:
+    """Of one rank, on the device of its `memory` (memory_to_share). Launches on the current stream, which may be
+    captured.
+
+    Made by all ranks at the same time: each waits here for the others. Raises RuntimeError where they cannot map each
+    other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, ways: Ways) -> None:
-        self._group_name, self._ways = group.group_name, ways
-        self._memory: Tensor = _Memory.empty_strided_p2p((max(ways),), (1,), torch.uint8, device, self._group_name)
-        symmetric_memory.rendezvous(self._memory, group)
+    def __init__(self, group: dist.ProcessGroup, memory: Tensor, ways: Ways) -> None:
+        self._group_name, self._ways, self._memory = group.group_name, ways, memory
+        symmetric_memory.rendezvous(memory, group)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Where an x of the next `sum` may be made, so that it need not be copied; None: it is not for `sum`.

@@ -1,13 +1,15 @@
 """Which sums go over shared memory, and how; the kernels themselves need GPUs (test_gpu_ranks)."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rose.distributed import shared_sums
-from rose.distributed.shared_sums import SharedSums, Ways, way
+from rose.distributed import nccl, shared_sums
+from rose.distributed.shared_sums import SharedSums, Ways, memory_to_share, way
 
 WAYS = Ways(one_shot=1024, two_shot=4096)
 OTHERS = 3.0  # what the other ranks add
@@ -50,9 +52,23 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Operators:
     return made
 
 
+def test_no_rank_waits_for_one_that_has_no_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one has some; another has none, and does not come to where memory is mapped."""
+    made: list[Any] = []
+    world = SimpleNamespace(WORLD=Group())
+    others = SimpleNamespace(group=world, ReduceOp=dist.ReduceOp, all_reduce=lambda able, operation: able.zero_())
+    monkeypatch.setattr(nccl, "dist", others)
+    monkeypatch.setattr(nccl, "memory_to_share", lambda group, device, ways: torch.zeros(4))
+    monkeypatch.setattr(nccl, "SharedSums", lambda *args: made.append(args))
+    rank: Any = SimpleNamespace(rank=0)
+    with pytest.warns(RuntimeWarning, match="another rank cannot map memory of this one"):
+        assert nccl.NcclGroup._share(rank, torch.device("cpu"), WAYS) is None
+    assert not made
+
+
 def sums() -> SharedSums:
     group: Any = Group()
-    return SharedSums(group, torch.device("cpu"), WAYS)
+    return SharedSums(group, memory_to_share(group, torch.device("cpu"), WAYS), WAYS)
 
 
 @pytest.mark.parametrize(
