@@ -142,18 +142,23 @@ def test_replicas_on_two_gpus_share_the_work(tmp_path_factory: pytest.TempPathFa
 
 
 def wait_for_replicas(stack: Stack, number: int) -> None:
-    """Until so many tell of themselves: a stack answers as soon as one has loaded."""
+    """Until so many ranks tell of themselves, as they do once they have loaded; a stack answers as soon as one has."""
     end = time.monotonic() + REPLICAS_SECONDS
-    while len(found := num_rows(stack)) < number:
-        assert time.monotonic() < end, f"after {REPLICAS_SECONDS:g} s there are replicas {sorted(found)} alone"
+    while len(found := of_replicas(stack, "bouquet_rank_tokens_total")) < number:
+        assert time.monotonic() < end, f"after {REPLICAS_SECONDS:g} s replicas {sorted(found)} alone have loaded"
         time.sleep(0.2)
 
 
 def num_rows(stack: Stack) -> dict[str, float]:
     """What each replica has answered so far."""
+    return of_replicas(stack, "bouquet_scheduler_rows_total")
+
+
+def of_replicas(stack: Stack, name: str) -> dict[str, float]:
+    """A sample of /metrics by the replica that it is of."""
     with urllib.request.urlopen(f"{stack.url}/metrics", timeout=10) as response:
         metrics = response.read().decode()
-    sample = r'^bouquet_scheduler_rows_total\{[^}]*replica="([^"]+)"[^}]*\} (\S+)$'
+    sample = rf'^{name}\{{[^}}]*replica="([^"]+)"[^}}]*\}} (\S+)$'
     return {found[1]: float(found[2]) for found in re.finditer(sample, metrics, re.M)}
 
 
