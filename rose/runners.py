@@ -7,6 +7,7 @@ from rose.decoder_loader import DecoderLoader
 from rose.encoder_loader import EncoderLoader
 from rose.model_runner import ModelRunner
 from rose.models.config import ModelError, read_config
+from rose.models.registry import find_class
 from rose.models.task import GenerateTask, read_task
 
 
@@ -15,7 +16,9 @@ def make_runner(
 ) -> ModelRunner:
     """Not yet loaded: that needs the other ranks, if there are any. `shapes` is a file for the list of shapes that have
     graphs. Raises ModelError, ValueError."""
-    task = read_task(directory, read_config(directory), config.task)
+    model_config = read_config(directory)
+    task = read_task(directory, model_config, config.task)
+    find_class(model_config, task)
     generates = isinstance(task, GenerateTask)
     if config.speculation.proposer != "none" and not generates:
         raise ModelError(f"speculation.proposer is for language models, and {name} is none: remove it for this model")

@@ -55,6 +55,8 @@ def _check_rank(model: ModelConfig, directory: Path) -> None:
     from rose.kv_cache import KVShape, num_blocks_for
     from rose.models.config import read_config
     from rose.runners import make_runner
+    from rose.speculation.checks import check_proposer
+    from rose.speculation.heads import is_head
 
     size = model.tensor_parallel_size
     facts = make_runner(model.name, directory, model.rank, tensor_parallel_size=size).facts
@@ -63,8 +65,12 @@ def _check_rank(model: ModelConfig, directory: Path) -> None:
         shape = KVShape.of(heads, resolve_dtype(facts.dtype, facts.device))
         seqs, length = facts.max_num_seqs, facts.max_model_len
         num_blocks_for(shape, model.rank.kv_cache_bytes, max_num_seqs=seqs, max_model_len=length)
-    if model.rank.speculation.model is not None:
-        read_config(Path(model.rank.speculation.model))
+    if facts.task == "generate" and is_head(directory):
+        raise ValueError(f"{directory} is a draft head: speculation.model of another model names it, no source")
+    try:
+        check_proposer(model.rank.speculation, read_config(directory), facts, directory)
+    except ValueError as error:
+        raise ValueError(f"rank.speculation: {error}") from None
 
 
 def _refusal(look: Look) -> Iterator[str]:

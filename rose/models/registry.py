@@ -24,15 +24,20 @@ _MODELS = {
 }
 
 
+def find_class(config: ModelConfig, task: Task) -> str:
+    """Where the model's class is, as module:name. Raises ModelError if there is none."""
+    place = _MODELS.get((config.model_type, task.kind))
+    if place is None:
+        raise ModelError(f"a {config.model_type} model cannot be served for {task.kind!r}")
+    return place
+
+
 def build_model(config: ModelConfig, task: Task, group: Group = ALONE) -> nn.Module:
     """The model, or this rank's part of it, its parameters not yet loaded, on the default device and dtype.
 
     Raises ModelError.
     """
-    place = _MODELS.get((config.model_type, task.kind))
-    if place is None:
-        raise ModelError(f"a {config.model_type} model cannot be served for {task.kind!r}")
-    module, _, name = place.partition(":")
+    module, _, name = find_class(config, task).partition(":")
     model_class = getattr(importlib.import_module(module), name)
     arguments = (config, task) if isinstance(task, ScoreTask) else (config,)
     return model_class(*arguments, group=group)

@@ -15,6 +15,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from ipc.types import ModelFacts
 from rose.attention.interface import Attend
 from rose.attention.paged import PagedKV
 from rose.config import SpeculationConfig
@@ -23,10 +24,12 @@ from rose.kv_cache import KVShape
 from rose.models.config import ModelConfig, ModelError, read_config, read_json
 from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
+from rose.models.registry import find_class
 from rose.models.task import read_task
 from rose.slots import RowInputs
 from rose.speculation.draft_vocab import Logits, draft_logits
 from rose.speculation.drafting import DraftLM, Draws, use_device_head
+from rose.speculation.heads import is_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
 from rose.speculation.passes import Passes, Tokens, open_passes, with_tokens_before
@@ -124,24 +127,15 @@ class _FirstLayersSource:
 
 def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSource:
     """Raises ModelError: see LoadProposer."""
-    if (config.model is None) == (config.num_layers is None):
-        raise ModelError(
-            "speculation.proposer draft_model takes either speculation.model, a directory, or speculation.num_layers, "
-            "how many of the target's first layers draft: set one of them"
-        )
-    if config.num_layers is not None:
-        most = target.config.num_hidden_layers - 1
-        if not 1 <= config.num_layers <= most:
-            raise ModelError(f"speculation.num_layers must be 1..{most} with this target, got {config.num_layers}")
+    shape = check_draft_model(config, target.config, target.facts, target.directory)
+    if shape is None:
         logits = draft_logits(target.model, config, target.facts.vocab_size, target.group, target.directory)
         return _FirstLayersSource(
-            FirstLayers(cast(LlamaForCausalLM, target.model), config.num_layers), logits, config
+            FirstLayers(cast(LlamaForCausalLM, target.model), config.num_layers or 0), logits, config
         )  # fmt: skip
     if not target.group.leads:
         return load_no_drafts(config, target)
     directory = Path(str(config.model))
-    shape = read_config(directory)
-    _check(directory, shape, target)
     task = read_task(directory, shape, "generate")
     model = load_model(directory, shape, task, target.device, target.dtype)
     use_device_head(model, target.device)
@@ -149,13 +143,35 @@ def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSourc
     return _DraftModelSource(model, logits, KVShape.of(shape, target.dtype), config)
 
 
-def _check(directory: Path, draft: ModelConfig, target: Target) -> None:
-    """Whether a model can draft for the target. Raises ModelError."""
-    facts = target.facts
-    own, its = _vocabulary(directory), _vocabulary(target.directory)
+def check_draft_model(
+    config: SpeculationConfig, target: ModelConfig, facts: ModelFacts, target_directory: Path
+) -> ModelConfig | None:
+    """Whether the model, or so many layers, can draft for the target in that directory. The model's shape; None for
+    layers of the target. Raises ModelError."""
+    if (config.model is None) == (config.num_layers is None):
+        raise ModelError(
+            "speculation.proposer draft_model takes either speculation.model, a directory, or speculation.num_layers, "
+            "how many of the target's first layers draft: set one of them"
+        )
+    if config.num_layers is None:
+        directory = Path(str(config.model))
+        draft = read_config(directory)
+        _check_model(directory, draft, facts, target_directory)
+        return draft
+    most = target.num_hidden_layers - 1
+    if not 1 <= config.num_layers <= most:
+        raise ModelError(f"speculation.num_layers must be 1..{most} with this target, got {config.num_layers}")
+    return None
+
+
+def _check_model(directory: Path, draft: ModelConfig, facts: ModelFacts, target_directory: Path) -> None:
+    if is_head(directory):
+        raise ModelError(f"{directory} is a draft head, no model: speculation.proposer mtp is for heads")
+    find_class(draft, read_task(directory, draft, "generate"))
+    own, its = _vocabulary(directory), _vocabulary(target_directory)
     if draft.vocab_size != facts.vocab_size or (own and its and own != its):
         raise ModelError(
-            f"{directory} has another vocabulary than {target.directory} ({draft.vocab_size} tokens, "
+            f"{directory} has another vocabulary than {target_directory} ({draft.vocab_size} tokens, "
             f"{facts.vocab_size}): take a draft model of the target's own family"
         )
     if draft.max_model_len < facts.max_model_len:

@@ -6,7 +6,7 @@ which is zero elsewhere (Zhao et al., "FR-Spec", 2025).
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,35 @@ class DraftVocab:
 
 def draft_logits(model: Any, config: SpeculationConfig, vocab_size: int, group: Group, directory: Path) -> Logits:
     """What drafts are drawn by: of `model` (in `directory`), whose head is all there. Raises ModelError."""
+    ids = read_draft_ids(config, vocab_size, group.size, directory)
+    if ids is None:
+        logits: Logits = model.logits
+        return logits
+    weight: Tensor = model.lm_head.weight.detach()
+    places = torch.tensor(ids, device=weight.device)
+    return DraftVocab(weight[: len(ids)] if isinstance(ids, range) else weight[places], places, vocab_size)
+
+
+def read_draft_ids(config: SpeculationConfig, vocab_size: int, num_ranks: int, directory: Path) -> Sequence[int] | None:
+    """The tokens that may be drafted by the head in `directory`, which is divided among `num_ranks`; None: all.
+
+    Raises ModelError.
+    """
     count = config.draft_vocab
     if count is None:
         if config.draft_vocab_ids is not None:
             raise ModelError("speculation.draft_vocab_ids needs speculation.draft_vocab: how many of its ids draft")
-        logits: Logits = model.logits
-        return logits
-    if group.size > 1:
+        return None
+    if num_ranks > 1:
         raise ModelError(
-            f"speculation.draft_vocab: {directory} is divided among {group.size} ranks, each with a part of the "
+            f"speculation.draft_vocab: {directory} is divided among {num_ranks} ranks, each with a part of the "
             "vocabulary: not together with tensor_parallel_size > 1, remove one of them"
         )
     if not 1 <= count <= vocab_size:
         raise ModelError(f"speculation.draft_vocab must be 1..{vocab_size} with {directory}, got {count}")
-    weight: Tensor = model.lm_head.weight.detach()
     if config.draft_vocab_ids is None:
-        return DraftVocab(weight[:count], torch.arange(count, device=weight.device), vocab_size)
-    ids = torch.tensor(_read_ids(Path(config.draft_vocab_ids), count, vocab_size), device=weight.device)
-    return DraftVocab(weight[ids], ids, vocab_size)
+        return range(count)
+    return _read_ids(Path(config.draft_vocab_ids), count, vocab_size)
 
 
 def _read_ids(path: Path, count: int, vocab_size: int) -> list[int]:

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ipc.types import ModelFacts
 from rose.attention.interface import Attend
 from rose.distributed.group import ALONE, Group
 from rose.distributed.shard import check_sizes
@@ -96,9 +97,8 @@ class DraftHead(nn.Module):
 
 def load_head(directory: Path, target: Target) -> tuple[DraftHead, ModelConfig]:
     """The head in `directory`, or this rank's part of it, and its shape. Raises ModelError."""
-    config = read_config(directory)
-    _check(directory, config, target)
-    names = [name for file in weight_files(directory) for name in tensor_names(file)]
+    config = check_head(directory, target.config, target.facts, target.group.size)
+    names = _names(directory)
     stems = {_LAYER.sub("", name) for name in names}
     kind: HeadKind = "mtp" if "eh_proj.weight" in stems else "eagle"
     default = torch.get_default_dtype()
@@ -108,20 +108,37 @@ def load_head(directory: Path, target: Target) -> tuple[DraftHead, ModelConfig]:
             head = DraftHead(config, kind, bias=bool({"fc.bias", "eh_proj.bias"} & stems), group=target.group)
     finally:
         torch.set_default_dtype(default)
-    beginnings = {found[0] for name in names if (found := _LAYER.match(name))}
-    if len(beginnings) > 1:
-        raise ModelError(f"{directory} holds several layers ({', '.join(sorted(beginnings))}): a head has one")
-    head.prefixes = tuple(beginnings)
+    head.prefixes = tuple(_beginnings(names))
     load_weights(head, weight_files(directory))
     return head.requires_grad_(False).eval(), config
 
 
-def _check(directory: Path, head: ModelConfig, target: Target) -> None:
-    """Whether a head goes with the target. Raises ModelError."""
-    facts = target.facts
-    check_sizes(head, target.group.size)
+def _names(directory: Path) -> list[str]:
+    """Of all tensors; of a .gguf file, which holds no head, none. Raises ModelError."""
+    return [name for file in weight_files(directory) if file.suffix != ".gguf" for name in tensor_names(file)]
+
+
+def _beginnings(names: list[str]) -> set[str]:
+    """With which the names of layers begin, one for each."""
+    return {found[0] for name in names if (found := _LAYER.match(name))}
+
+
+def is_head(directory: Path) -> bool:
+    """Whether the weights there are a draft head's. Raises ModelError."""
+    return not {_LAYER.sub("", name) for name in _names(directory)}.isdisjoint(("eh_proj.weight", "fc.weight"))
+
+
+def check_head(directory: Path, target: ModelConfig, facts: ModelFacts, num_ranks: int) -> ModelConfig:
+    """The shape of the head in `directory`, which goes with the target on `num_ranks` ranks. Raises ModelError."""
+    head = read_config(directory)
+    check_sizes(head, num_ranks)
+    beginnings = _beginnings(_names(directory))
+    if len(beginnings) > 1:
+        raise ModelError(f"{directory} holds several layers ({', '.join(sorted(beginnings))}): a head has one")
+    if not is_head(directory):
+        raise ModelError(f"{directory} is no draft head: it has neither eh_proj nor fc")
     for name in ("hidden_size", "vocab_size"):
-        own, its = getattr(head, name), getattr(target.config, name)
+        own, its = getattr(head, name), getattr(target, name)
         if own != its:
             raise ModelError(f"{directory}: {name} is {own}, the target's is {its}: this head is another model's")
     if head.model_type not in ("llama", "qwen3") or not head.causal:
@@ -131,3 +148,4 @@ def _check(directory: Path, head: ModelConfig, target: Target) -> None:
             f"{directory} has {head.max_model_len} positions, the target is served up to max_model_len = "
             f"{facts.max_model_len}: lower rank.max_model_len or max_position_embeddings of the head is wrong"
         )
+    return head

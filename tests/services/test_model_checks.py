@@ -9,6 +9,7 @@ import pytest
 from services.config import build_config
 from services.model_checks import check_placement, find_refusals
 from services.placement import PlacementError
+from services.sources import resolve_source
 
 Find = Callable[[dict[str, Any]], list[str]]
 
@@ -84,6 +85,59 @@ def test_a_draft_that_is_not_there(find: Find, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = find({"speculation": {"proposer": "draft_model", "model": str(tmp_path / "file")}})
     assert any(f"{tmp_path}/file/config.json cannot be read: Not a directory" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "refusal"),
+    [
+        ("tiny", {"proposer": "draft_model", "num_layers": 9}, "speculation.num_layers must be 1..1 with this target"),
+        ("tiny", {"proposer": "draft_model", "num_layers": 2}, "speculation.num_layers must be 1..1 with this target"),
+        (
+            "tiny",
+            {"proposer": "draft_model", "num_layers": 1, "draft_vocab": 513},
+            "speculation.draft_vocab must be 1..512",
+        ),
+        (
+            "tiny",
+            {"proposer": "draft_model", "num_layers": 1, "draft_vocab": 5, "draft_vocab_ids": "/nope"},
+            "speculation.draft_vocab_ids: /nope cannot be read",
+        ),
+        ("tiny", {"proposer": "mtp", "model": "tiny"}, "holds several layers"),
+        ("tiny", {"proposer": "mtp", "model": "llama-1b?head=mtp"}, "this head is another model's"),
+        ("tiny", {"proposer": "mtp", "model": "tiny?head=mtp", "draft_vocab": 513}, "must be 1..512"),
+        ("tiny", {"proposer": "draft_model", "model": "tiny?head=eagle"}, "is a draft head, no model"),
+        ("tiny", {"proposer": "draft_model", "model": "llama-1b"}, "has another vocabulary"),
+        ("tiny?head=mtp", {}, "is a draft head: speculation.model of another model names it"),
+        ("tiny?head=eagle", {}, "is a draft head: speculation.model of another model names it"),
+        ("tiny", {"proposer": "mtp", "model": "tiny?head=mtp", "draft_vocab": 512}, None),
+        ("tiny", {"proposer": "mtp", "model": "tiny?head=eagle"}, None),
+        ("tiny", {"proposer": "draft_model", "model": "tiny?seed=1", "draft_vocab": 8}, None),
+        ("tiny", {"proposer": "draft_model", "num_layers": 1}, None),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_drafts_are_refused(
+    source: str, settings: dict[str, Any], refusal: str | None, size: int, tmp_path: Path
+) -> None:
+    def made(shape: str) -> str:
+        return str(resolve_source(f"random:{shape}", tmp_path))
+
+    drafts = settings | {key: made(shape) for key, shape in settings.items() if key == "model"}
+    model = {"name": "m", "source": made(source), "tensor_parallel_size": size}
+    config = build_config({"models": [model], "rank": {"device": "cpu", "speculation": drafts}}, Path())
+    if size > 1 and "draft_vocab" in drafts and drafts.get("model") != made("tiny?seed=1"):
+        refusal = "speculation.draft_vocab: "
+    found = find_refusals(config, {"m": Path(made(source))})
+    assert len(found) == (refusal is not None), found
+    assert all(line.startswith("models[0] (m): ") and str(refusal) in line for line in found)
+
+
+def test_a_task_that_the_model_has_no_class_for(tmp_path: Path) -> None:
+    directory = resolve_source("random:tiny", tmp_path)
+    models = [{"name": "m", "source": str(directory)}]
+    config = build_config({"models": models, "rank": {"device": "cpu", "task": "embed"}}, Path())
+    (problem,) = find_refusals(config, {"m": directory})
+    assert problem == "models[0] (m): a llama model cannot be served for 'embed'"
 
 
 def test_what_a_gateway_refuses(find: Find, minilm_dir: Path, tmp_path: Path) -> None:
