@@ -196,6 +196,8 @@ def _named(kind: Any) -> str:
         return " or ".join(repr(choice) for choice in typing.get_args(kind))
     if isinstance(kind, types.UnionType):
         return " or ".join(_named(part) for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {' and '.join(_named(part) for part in typing.get_args(kind))}"
     words = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
     return words.get(typing.get_origin(kind) or kind, str(kind))
 

@@ -43,6 +43,7 @@ class Rolling:
 
     def restart_replica(self, model: ModelConfig, replica: str) -> None:
         """Other replicas take the work meanwhile; with none, requests wait in the gateways."""
+        self._client.processes()  # raises SupervisorGone before anything is said or written
         table = read_replicas(self._run_dir)
         shared = table.num_active(model.name, apart_from=replica) > 0
         if shared:
@@ -79,6 +80,7 @@ class Rolling:
             raise StackError(
                 f"{model.name}={count}: scheduler.listen is one endpoint, for one replica; take it out first"
             )
+        self._client.processes()  # raises SupervisorGone before anything is said or written
         for replica in read_replicas(self._run_dir).draining(model.name):  # left by a command that was interrupted
             self._remove(model, replica)
         replicas = read_replicas(self._run_dir).ids(model.name)

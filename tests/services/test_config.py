@@ -172,7 +172,10 @@ def test_paths_become_absolute() -> None:
         ),
         (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
         (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),
-        (drafting(draft_lengths=[[4]]), "models[0].rank.speculation.draft_lengths[0]: expected"),
+        (
+            drafting(draft_lengths=[[4]]),
+            "models[0].rank.speculation.draft_lengths[0]: expected a list of a whole number and a whole",
+        ),
         ({"gateway": {"max_request_tokens": 3_000_000}}, "models[0].scheduler.max_pending_tokens: 2000000 is less"),
     ],
 )

@@ -12,11 +12,12 @@ from scheduler.config import SchedulerConfig
 from services import rolling
 from services.config import RunConfig, build_config
 from services.crash_guard import CrashGuard
+from services.render import replica_file
 from services.replicas import read_replicas, write_replicas
 from services.rolling import Rolling, exclusive
 from services.run_dir import StackError
 from services.stack import write_stack
-from services.supervisor_client import ProcessInfo
+from services.supervisor_client import ProcessInfo, SupervisorGone
 
 READY = Status(incarnation=1, state="ready", forward_age_ms=10)
 
@@ -238,6 +239,25 @@ def test_a_replica_that_listens_on_tcp_stays_the_only_one(make_world: Callable[[
 def test_a_number_of_replicas_out_of_range(count: int, make_world: Callable[[int], World]) -> None:
     with pytest.raises(StackError, match=r"must be 1\.\.64"):
         make_world(1).rolling.scale(make_world(1).model, count)
+
+
+def test_a_supervisord_that_has_died_is_told_before_anything_else(make_world: Callable[[int], World]) -> None:
+    world = make_world(2)
+    before = world.supervisor.listed()
+
+    def gone() -> list[ProcessInfo]:
+        raise SupervisorGone("nobody answers")
+
+    world.supervisor.processes = gone  # type: ignore[method-assign]
+    for change in (
+        lambda: world.rolling.restart_replica(world.model, "m/0"),
+        lambda: world.rolling.scale(world.model, 1),
+        lambda: world.rolling.scale(world.model, 3),
+    ):
+        with pytest.raises(SupervisorGone):
+            change()
+    assert (world.said, world.supervisor.calls, world.supervisor.listed()) == ([], [], before)
+    assert not replica_file(world.run_dir, "m/2").exists()
 
 
 def test_scaling_to_what_there_is_does_nothing(make_world: Callable[[int], World]) -> None:
