@@ -35,8 +35,11 @@ def make_random(source: RandomSource, cache_dir: Path, say: Progress) -> Path:
             unfinished = directory.with_name(f"{name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            write_random(source, unfinished)
-            os.replace(unfinished, directory)
+            try:
+                write_random(source, unfinished)
+                os.replace(unfinished, directory)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     return directory
 
 
@@ -62,9 +65,10 @@ def _copy_tokenizer(path: Path, directory: Path, vocab_size: int) -> None:
         vocabulary = content["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         largest = max([largest, *(token["id"] for token in content.get("added_tokens") or ())])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        too_large = largest >= vocab_size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path} is no tokenizer.json that can be read: {error!r}") from None
-    if largest >= vocab_size:
+    if too_large:
         raise SourceError(
             f"{path} has token {largest}, the model {vocab_size} tokens: name a smaller tokenizer, or none"
         )

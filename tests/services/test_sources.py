@@ -483,3 +483,11 @@ def test_a_random_source_is_spelled_as_it_is_read(tmp_path: Path) -> None:
 def test_what_is_no_random_model(tmp_path: Path, rest: str, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         parse_source(f"random:{rest}", tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"model":{"vocab":{"a":"x"}}}', "[]", "[" * 100_000, '{"model":{"vocab":5}}'])
+def test_a_random_model_with_a_file_that_is_no_tokenizer_leaves_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(SourceError, match=r"t\.json is no tokenizer\.json that can be read"):
+        resolve_source(f"random:tiny?tokenizer={tmp_path}/t.json", tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
