@@ -11,7 +11,7 @@
 #   tables   wait for the servers, agreement, the four tables; ends BUDGET seconds (default 570) after this command began
 #   stop     the servers
 #
-# TABLE chooses one of the four, PEERS whom to measure against (none: PEERS=). COMMIT names what is measured. Results, logs and GPU times go to $OUT as they come. Short tables are printed last.
+# TABLE chooses one of the four, PEERS the peers (none: PEERS=), COMMIT names what is measured. All goes to $OUT as it comes.
 began=$(date +%s)
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 keep="${BOUQUET_KEEP:-${TMPDIR:-/tmp}/bouquet-keep}"
