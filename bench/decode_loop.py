@@ -126,7 +126,7 @@ class DecodeLoop:
     def _finish(self) -> None:
         plan, answer = self._flying.popleft()
         while not answer.ready():
-            pass
+            time.sleep(0)  # the threads of a rank on a CPU need the interpreter, too
         for reply in self._planner.apply(StepResult(0, plan.step), self._ranks.slots[plan.slot], 1.0):
             message = reply.message
             if not isinstance(message, TokenChunk):
