@@ -25,17 +25,12 @@ from ipc.types import ModelFacts
 from rose.config import RankConfig
 from rose.decoder_loader import DecoderLoader
 from rose.model_runner import ModelRunner
+from services.render import GROUP_ENVIRONMENT
 
 ANSWER_S = 120.0
 LOAD_S = 400.0
 STOP_S = 5.0
 PR_SET_PDEATHSIG = 1
-# as services/render.py sets it for ranks of a group on GPUs
-GROUP_ENVIRONMENT = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
 
 
 class RankSpec(Struct, frozen=True):

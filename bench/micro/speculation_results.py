@@ -56,7 +56,7 @@ def tokens(found: Found) -> Iterator[Row]:
                 continue
             for acceptance in ACCEPTANCES:
                 case = f"{record['batch']} x {part} k={record['length']} at {acceptance}"
-                ours = itl_ms(record | {"acceptance": acceptance})
+                ours = itl_ms(record, acceptance)
                 row = compare("time between tokens", case, "itl_ms", ours, itl_ms(plain), "none")
                 telling = (record["batch"], acceptance) == (1, 0.8)
                 goal = GOALS.get((found.shape, part, record["length"])) if telling else None

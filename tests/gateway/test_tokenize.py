@@ -156,8 +156,8 @@ def test_a_unigrams_word_is_not_cut(split: bool) -> None:
             assert ours.encode_cut([text], 200) == [whole[:200]], (length, space)
 
 
-def test_a_unigrams_book_costs_its_first_page() -> None:
-    ours = TextTokenizer(unigram_tokenizer())
+def counted(ours: TextTokenizer) -> list[int]:
+    """Lengths of the texts that it encodes from now on."""
     seen: list[int] = []
     encode = ours.encode
 
@@ -166,6 +166,12 @@ def test_a_unigrams_book_costs_its_first_page() -> None:
         return encode(texts)
 
     ours.encode = counting  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_unigrams_book_costs_its_first_page() -> None:
+    ours = TextTokenizer(unigram_tokenizer())
+    encode, seen = ours.encode, counted(ours)
     book = "what is a red tulip, and what is it not? " * 50_000
     assert ours.encode_cut([book], 30) == [encode([book[:1000]])[0][:30]]
     assert sum(seen) < 2000
@@ -173,14 +179,7 @@ def test_a_unigrams_book_costs_its_first_page() -> None:
 
 def test_cutting_does_not_encode_what_is_cut_off() -> None:
     ours = TextTokenizer(tiny_tokenizer())
-    seen: list[int] = []
-    encode = ours.encode
-
-    def counting(texts: list[str]) -> list[list[int]]:
-        seen.extend(map(len, texts))
-        return encode(texts)
-
-    ours.encode = counting  # type: ignore[method-assign]
+    encode, seen = ours.encode, counted(ours)
     book = "the tulip is red . " * 100_000
     assert ours.encode_cut([book], 30) == [encode([book[:1000]])[0][:30]]
     assert sum(seen) < 2000
@@ -205,14 +204,7 @@ def test_a_book_of_chinese_without_punctuation_costs_its_first_page(minilm_dir: 
     ours = TextTokenizer.from_file(minilm_dir / "tokenizer.json")
     rng = random.Random(0)
     text = "".join(chr(rng.randint(0x4E00, 0x9FA5)) for _ in range(50_000))
-    seen: list[int] = []
-    encode = ours.encode
-
-    def counting(texts: list[str]) -> list[list[int]]:
-        seen.extend(map(len, texts))
-        return encode(texts)
-
-    ours.encode = counting  # type: ignore[method-assign]
+    encode, seen = ours.encode, counted(ours)
     assert ours.encode_cut([text], 254) == [encode([text])[0][:254]]
     assert sum(seen) < 4000
 
