@@ -30,7 +30,8 @@ HTTP_PEERS = {
 }
 GENERATING_PEERS = {
     "ours": "bench.peers.ours_generating:OursGenerating",
-    "transformers": "bench.peers.transformers:Transformers",
+    "transformers": "bench.peers.transformers:float32",
+    "transformers-bf16": "bench.peers.transformers:bfloat16",
     "vllm": "bench.peers.vllm_generating:VllmGenerating",
 }
 

@@ -1,10 +1,9 @@
 """transformers in this process: no HTTP, no `generate` around the forward pass, its cache and attention as they are.
 
-Several in flight means one batch of prompts of equal length, so that nothing is padded. The data type is the faster
-one of those tried at the start.
+Several in flight means one batch of prompts of equal length, so that nothing is padded. In float32, as ours is, or in
+bfloat16, which processors with matrix units multiply several times as fast.
 """
 
-import copy
 import inspect
 import itertools
 import time
@@ -18,13 +17,21 @@ from tokenizers import Tokenizer
 from bench.load import LoadResult
 from bench.peers import GeneratingSetup
 
-DTYPES = (torch.float32, torch.bfloat16)
-TRIAL_PROMPT, TRIAL_TOKENS, NUM_TRIALS = 64, 16, 3
+WARM_TOKENS = 16
+
+
+def float32() -> "Transformers":
+    return Transformers("transformers", torch.float32)
+
+
+def bfloat16() -> "Transformers":
+    return Transformers("transformers-bf16", torch.bfloat16)
 
 
 class Transformers:
-    name = "transformers"
-    label = f"transformers {transformers.__version__}"
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self._dtype = name, dtype
+        self.label = f"transformers {transformers.__version__} ({str(dtype).removeprefix('torch.')})"
 
     @contextmanager
     def launch(self, setup: GeneratingSetup) -> Iterator[None]:
@@ -33,19 +40,14 @@ class Transformers:
         gguf = {"gguf_file": "model.gguf"} if (setup.model_dir / "model.gguf").exists() else {}
         transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            setup.model_dir, dtype=torch.float32, attn_implementation="sdpa", **gguf
+            setup.model_dir, dtype=self._dtype, attn_implementation="sdpa", **gguf
         ).eval()
-        models = [copy.deepcopy(self._model).to(dtype) for dtype in DTYPES]
-        times = [[self._trial(model) for model in models] for _ in range(NUM_TRIALS)]  # in turn, the best counts
-        self._model = models[min(range(len(models)), key=lambda i: min(round_[i] for round_ in times))]
-        del models
-        self.label = f"{type(self).label} ({str(self._model.dtype).removeprefix('torch.')})"
         yield
         del self._model
 
     def generate(self, prompts: list[list[int]], num_tokens: int, in_flight: int, num_warmup: int) -> LoadResult:
         if num_warmup:
-            self._batch(prompts[:in_flight], min(num_tokens, TRIAL_TOKENS))
+            self._batch(prompts[:in_flight], min(num_tokens, WARM_TOKENS))
         result = LoadResult(seconds=0.0, latencies_ms=[])
         began = time.perf_counter()
         for start in range(num_warmup, len(prompts), in_flight):
@@ -62,15 +64,6 @@ class Transformers:
     def complete(self, prompt: list[int], num_tokens: int) -> str:
         tokens, _ = self._batch([prompt], num_tokens)
         return str(self._tokenizer.decode(tokens[0].tolist()))
-
-    def _trial(self, model: transformers.PreTrainedModel) -> float:
-        """Seconds of a short generation by `model`."""
-        self._model = model
-        prompt = [list(range(1, 1 + TRIAL_PROMPT))]
-        self._batch(prompt, 4)
-        began = time.perf_counter()
-        self._batch(prompt, TRIAL_TOKENS)
-        return time.perf_counter() - began
 
     @torch.inference_mode()
     def _batch(self, prompts: list[list[int]], num_tokens: int) -> tuple[torch.Tensor, list[float]]:

@@ -12,7 +12,7 @@ from bench import generation
 from bench.generation import CPU_CASES, GPU_CASES, Case, Options, figures, shortened
 from bench.load import LoadResult
 from bench.peers import GENERATING_PEERS, GeneratingSetup
-from bench.peers.transformers import Transformers
+from bench.peers.transformers import float32
 from bench.peers.vllm_generating import VllmGenerating
 from bench.report import new_report
 from tests.rose.tiny_models import llama_config, save
@@ -129,10 +129,9 @@ def test_every_peer_has_its_file() -> None:
 def test_transformers_generates_as_its_own_generate_does(tmp_path: Path) -> None:
     theirs = save(transformers.LlamaForCausalLM, llama_config(), tmp_path)
     word_tokenizer(tmp_path)
-    peer = Transformers()
+    peer = float32()
     with peer.launch(setup(tmp_path)):
-        assert peer.label.startswith("transformers ")
-        peer._model = theirs  # float32 for certain: the trial may prefer bfloat16
+        assert peer.label == f"transformers {transformers.__version__} (float32)"
         ids, times_ms = peer._batch([[3, 4, 5], [9, 8, 7]], 5)
         assert times_ms == sorted(times_ms)
         result = peer.generate([[1, 2, 3]] * 6, num_tokens=4, in_flight=2, num_warmup=2)
