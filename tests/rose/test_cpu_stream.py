@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -95,28 +96,38 @@ def test_an_idle_step_is_done_in_its_turn(stream: CpuStream) -> None:
 
 
 def test_a_lone_part_has_all_cores_and_others_share_them(stream: CpuStream) -> None:
-    """Measured as CPU time of the process over that of the calling thread."""
+    """Measured as CPU time of the process over that of the calling thread.
+
+    A core that others take lowers it, and whatever else this process does raises it: so the best of several counts.
+    Each comes after one of the other kind, which must not have left its number of threads behind.
+    """
     x = torch.randn(500, 500)
-    ratios: list[float] = []
+    ratios: SimpleQueue[float] = SimpleQueue()
 
     def multiply() -> None:
         torch.mm(x, x)
         process, thread = time.process_time(), time.thread_time()
         for _ in range(12):
             torch.mm(x, x)
-        ratios.append((time.process_time() - process) / (time.thread_time() - thread))
+        ratios.put((time.process_time() - process) / (time.thread_time() - thread))
 
-    for gate in (threading.Event(), threading.Event()):
-        wait(stream.launch([multiply]))
-        stream.drain()
-        assert ratios.pop() > 1.5
-        other = stream.launch([multiply, partial(gate.wait, 10)])  # one thread each
-        while not ratios:
-            time.sleep(0.001)
-        assert ratios.pop() < 1.3
+    def measure(*company: Callable[[], object]) -> float:
+        lazy = stream.launch([multiply, *company])
+        ratio = ratios.get(timeout=10)
         gate.set()
-        wait(other)
+        wait(lazy)
         stream.drain()
+        gate.clear()
+        return ratio
+
+    gate = threading.Event()
+    measure()
+    shared, lone = [], []
+    while len(lone) < 20 and not (len(lone) > 1 and max(lone) > 1.5 and min(shared) < 1.3):
+        shared.append(measure(partial(gate.wait, 10)))  # one thread each
+        lone.append(measure())
+    assert max(lone) > 1.5, lone
+    assert min(shared) < 1.3, shared
 
 
 def test_descriptors_are_used_again(stream: CpuStream) -> None:
