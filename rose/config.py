@@ -22,6 +22,9 @@ class SpeculationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # mtp, after a step: the head runs over all of the step's tokens, rejected ones too, or waits to know the accepted.
     # auto: all on a GPU, the accepted on a CPU
     head_tokens: Literal["auto", "all", "accepted"] = "auto"
+    # mtp, where tensor_parallel_size > 1: the head is divided like the target, or the leading rank has all of it, and
+    # the target's embedding and head whole beside it
+    head_ranks: Literal["all", "leader"] = "all"
 
 
 class RankConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -138,6 +138,8 @@ def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[
         yield f"{key}.draft_vocab: must be at least 1, got {speculation.draft_vocab}"
     if speculation.proposer != "mtp" and speculation.head_tokens != "auto":
         yield f"{key}.head_tokens: only proposer 'mtp' has a head; remove it"
+    if speculation.proposer != "mtp" and speculation.head_ranks != "all":
+        yield f"{key}.head_ranks: only proposer 'mtp' has a head; remove it"
     table = tuple((batch, length) for batch, length in speculation.draft_lengths or ())
     if problem := find_table_problem(table, speculation.num_draft_tokens):
         yield f"{key}.draft_lengths: {problem}"

@@ -3,10 +3,11 @@
 #
 #     bash bench/device/speculation.sh [--budget-s 240] [--shape llama-8b] [--size 1] [PART ...]
 #
-# Parts, in this order unless said otherwise: none mtp draft head vocab eagle http (bench/micro/speculation_step.py says what
-# they are). Each is a process with a share of the budget and a time limit; one that fails does not stop the rest. COMMIT
-# names what is measured, DATE when. To $OUT go speculation_<shape>_<part>.{json,log}, as they come, and the result file
-# <date>_<hardware>_speculation-<shape>.{json,md}. A short table is printed last. Exit code: 0 if every part ended well.
+# Parts, in this order unless said otherwise: none mtp draft head vocab eagle http, and with --size 2 leader
+# (bench/micro/speculation_step.py says what they are). Each is a process with a share of the budget and a time limit; one
+# that fails does not stop the rest. COMMIT names what is measured, DATE when. To $OUT go
+# speculation_<shape>_<part>.{json,log}, as they come, and the result file <date>_<hardware>_speculation-<shape>.{json,md}.
+# A short table is printed last. Exit code: 0 if every part ended well.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 began=$(date +%s)
 out="${OUT:-bench/results/device}"
@@ -16,8 +17,8 @@ while [ $# -gt 0 ]; do
         --budget-s) budget="$2" && shift 2 ;;
         --shape) shape="$2" && shift 2 ;;
         --size) size="$2" && shift 2 ;;
-        none | mtp | draft | head | vocab | eagle | http) parts+=("$1") && shift ;;
-        *) sed -n '2,10p' "${BASH_SOURCE[0]}" && exit 2 ;;
+        none | mtp | leader | draft | head | vocab | eagle | http) parts+=("$1") && shift ;;
+        *) sed -n '2,11p' "${BASH_SOURCE[0]}" && exit 2 ;;
     esac
 done
 [ ${#parts[@]} -gt 0 ] || parts=(none mtp draft head vocab eagle http)
@@ -29,7 +30,7 @@ export PYTHONPATH="$PWD:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELI
 # no multicast object: one whose process is killed can put the host's GPUs out of service
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
-declare -A share=([none]=50 [mtp]=85 [draft]=70 [head]=30 [vocab]=40 [eagle]=40 [http]=75) # seconds, of 240
+declare -A share=([none]=50 [mtp]=85 [leader]=50 [draft]=70 [head]=30 [vocab]=40 [eagle]=40 [http]=75) # seconds, of 240
 GRACE_S=20 # of a part behind its share: what it does then, and its end
 
 left() { echo $((budget - ($(date +%s) - began))); }

@@ -19,8 +19,13 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     group: Group = ALONE,
+    *,
+    left_out: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Ready for forward passes, without gradients. Raises ModelError, torch.OutOfMemoryError."""
+    """Ready for forward passes, without gradients. Tensors whose names begin with one of `left_out` stay in the files.
+
+    Raises ModelError, torch.OutOfMemoryError.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -28,5 +33,5 @@ def load_model(
             model = build_model(config, task, group)
     finally:
         torch.set_default_dtype(default)
-    load_weights(model, weight_files(directory))
+    load_weights(model, weight_files(directory), left_out=left_out)
     return model.requires_grad_(False).eval()

@@ -41,15 +41,23 @@ class DraftVocab:
         return logits
 
 
-def draft_logits(model: Any, config: SpeculationConfig, vocab_size: int, group: Group, directory: Path) -> Logits:
-    """What drafts are drawn by: of `model` (in `directory`), whose head is all there. Raises ModelError."""
+def draft_logits(
+    model: Any, config: SpeculationConfig, vocab_size: int, group: Group, directory: Path, *, keeps_head: bool = True
+) -> Logits:
+    """What drafts are drawn by: of `model` (in `directory`), whose head is all there. `keeps_head`: it stays there,
+    whatever is drafted; else the rows that draft do not hold on to the others' memory. Raises ModelError.
+    """
     ids = read_draft_ids(config, vocab_size, group.size, directory)
     if ids is None:
         logits: Logits = model.logits
         return logits
     weight: Tensor = model.lm_head.weight.detach()
     places = torch.tensor(ids, device=weight.device)
-    return DraftVocab(weight[: len(ids)] if isinstance(ids, range) else weight[places], places, vocab_size)
+    if not isinstance(ids, range):
+        rows = weight[places]
+    else:
+        rows = weight[: len(ids)] if keeps_head else weight[: len(ids)].clone()
+    return DraftVocab(rows, places, vocab_size)
 
 
 def read_draft_ids(config: SpeculationConfig, vocab_size: int, num_ranks: int, directory: Path) -> Sequence[int] | None:
@@ -65,7 +73,8 @@ def read_draft_ids(config: SpeculationConfig, vocab_size: int, num_ranks: int, d
     if num_ranks > 1:
         raise ModelError(
             f"speculation.draft_vocab: {directory} is divided among {num_ranks} ranks, each with a part of the "
-            "vocabulary: not together with tensor_parallel_size > 1, remove one of them"
+            "vocabulary: not together with tensor_parallel_size > 1. A draft head (mtp) may be whole on one rank, "
+            'speculation.head_ranks = "leader"; else remove one of them'
         )
     if not 1 <= count <= vocab_size:
         raise ModelError(f"speculation.draft_vocab must be 1..{vocab_size} with {directory}, got {count}")

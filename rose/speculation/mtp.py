@@ -5,26 +5,35 @@ where the target has, and a token's must wait for the next token: behind a chunk
 next chunk, behind the last token the one that the step decides. After a step the head runs over the step's tokens with
 the ids moved left and the new ones put in; what it says behind the last accepted token begins the next drafts. Entries
 made in a loop of drafts, from the head's own hidden states, are thereby replaced by those of the target's.
+
+In a group of ranks the head is divided like the target and drafts on all of them, or is the leader's alone
+(`head_ranks`). The hidden states that it reads are whole on every rank, the target's embedding and head are not: so the
+leader loads these two once more.
 """
 
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from msgspec.structs import replace
+from torch import Tensor, nn
 
+from ipc.types import ModelFacts
 from rose.attention.paged import PagedRows
 from rose.config import SpeculationConfig
+from rose.distributed.group import ALONE
 from rose.distributed.shard import local_heads
 from rose.kv_cache import KVShape
-from rose.models.config import ModelError
-from rose.models.llama import LlamaForCausalLM
+from rose.models.config import ModelConfig, ModelError
+from rose.models.llama import LlamaForCausalLM, LlamaModel
+from rose.models.load import load_model
+from rose.models.task import GenerateTask
 from rose.speculation import kernels
-from rose.speculation.draft_vocab import Logits, draft_logits
-from rose.speculation.drafting import Draws, use_device_layers
-from rose.speculation.heads import DraftHead, load_head
+from rose.speculation.draft_vocab import Logits, draft_logits, read_draft_ids
+from rose.speculation.drafting import Draws, use_device_head, use_device_layers
+from rose.speculation.heads import DraftHead, check_head, load_head
 from rose.speculation.kept_blocks import KeptBlocks, num_kept
-from rose.speculation.no_drafts import no_drafts
+from rose.speculation.no_drafts import load_no_drafts, no_drafts
 from rose.speculation.passes import Tokens
 from rose.speculation.protocol import Closing, DraftRows, Drafts, ProposerParts, ProposerSource, Target, next_ids
 
@@ -35,7 +44,7 @@ class Mtp:
     def __init__(
         self,
         head: DraftHead,
-        target: LlamaForCausalLM,
+        target: LlamaModel,
         logits: Logits,
         parts: ProposerParts,
         *,
@@ -88,7 +97,7 @@ class Mtp:
 
     def _run(self, tokens: Tokens, hidden: Tensor) -> Tensor:
         """hidden [T, H] of each token, `tokens.input_ids` what follows it -> the head's own, [T, H]."""
-        embedding = self._target.model.embed_tokens(tokens.input_ids)
+        embedding = self._target.embed_tokens(tokens.input_ids)
         attend = self._parts.attention.paged(tokens.paged, self._parts.caches)
         return self._head(embedding, hidden, tokens.positions, attend)
 
@@ -119,10 +128,20 @@ def _of_entries(tokens: Tokens, entries: Tensor, counts: Tensor) -> Tokens:
 
 
 class _MtpSource:
-    def __init__(self, head: DraftHead, kv_shape: KVShape, config: SpeculationConfig, target: Target) -> None:
+    """`target`: its embedding and head are what drafts go through, on the ranks of its group. Of its modules only what
+    drafts need is held on to."""
+
+    def __init__(
+        self, head: DraftHead, kv_shape: KVShape, config: SpeculationConfig, target: Target, *, keeps_head: bool = True
+    ) -> None:
         self.kv_shape: KVShape | None = kv_shape
-        self._head, self._target = head, cast(LlamaForCausalLM, target.model)
-        self._logits = draft_logits(target.model, config, target.facts.vocab_size, target.group, target.directory)
+        self._head, self._target = (
+            head,
+            cast(LlamaForCausalLM, target.model).model,
+        )  # kernels may yet take its layers' places
+        self._logits = draft_logits(
+            target.model, config, target.facts.vocab_size, target.group, target.directory, keeps_head=keeps_head
+        )
         self._sampled = config.draft_sampling == "sampled"
         on_cpu = target.device.type == "cpu"
         self._only_accepted = config.head_tokens == "accepted" or (config.head_tokens == "auto" and on_cpu)
@@ -137,7 +156,34 @@ def load_mtp(config: SpeculationConfig, target: Target) -> ProposerSource:
     """Raises ModelError: see LoadProposer."""
     if config.model is None:
         raise ModelError("speculation.proposer mtp needs speculation.model, the directory of a head for this model")
+    keeps_head = True
+    if config.head_ranks == "leader" and target.group.size > 1:
+        check_mtp(config, target.config, target.facts, target.directory, target.group.size)  # alike on every rank
+        if not target.group.leads:
+            return load_no_drafts(config, target)
+        target = target._replace(model=load_ends(target), group=ALONE)
+        keeps_head = target.config.tie_word_embeddings
     head, shape = load_head(Path(config.model), target)
     use_device_layers(head, target.device)
     local = local_heads(shape, target.group.size)
-    return _MtpSource(head, KVShape.of(local, target.dtype)._replace(num_layers=1), config, target)
+    kv_shape = KVShape.of(local, target.dtype)._replace(num_layers=1)
+    return _MtpSource(head, kv_shape, config, target, keeps_head=keeps_head)
+
+
+def load_ends(target: Target) -> nn.Module:
+    """The target without its layers: its embedding and its head, whole on this rank. Raises ModelError."""
+    config = replace(target.config, num_hidden_layers=0)
+    ends = load_model(
+        target.directory, config, GenerateTask(()), target.device, target.dtype, left_out=("model.layers.",)
+    )
+    use_device_head(ends, target.device)
+    return ends
+
+
+def check_mtp(
+    config: SpeculationConfig, target: ModelConfig, facts: ModelFacts, target_directory: Path, num_ranks: int
+) -> None:
+    """Whether the head can draft for the target on so many ranks. Raises ModelError."""
+    num_ranks = 1 if config.head_ranks == "leader" else num_ranks
+    check_head(Path(str(config.model)), target, facts, num_ranks)
+    read_draft_ids(config, facts.vocab_size, num_ranks, target_directory)

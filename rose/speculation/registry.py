@@ -19,8 +19,13 @@ PROPOSERS: Mapping[str, LoadProposer] = {
 
 
 def load_proposer(config: SpeculationConfig, target: Target) -> ProposerSource:
-    """Raises ModelError: see LoadProposer; or nobody is known under that name."""
+    """Raises ModelError: see LoadProposer; nobody is known under that name; or a head's setting is for another."""
     load = PROPOSERS.get(config.proposer)
     if load is None:
         raise ModelError(f"speculation.proposer {config.proposer!r} is not there; there are {', '.join(PROPOSERS)}")
+    if config.proposer != "mtp" and config.head_ranks != "all":
+        raise ModelError(
+            f'speculation.head_ranks = "{config.head_ranks}" is for draft heads, proposer mtp, and the proposer is '
+            f"{config.proposer}: remove it (a draft model of its own runs on the leading rank in any case)"
+        )
     return load(config, target)

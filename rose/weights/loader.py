@@ -43,9 +43,10 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def load_weights(model: nn.Module, files: list[Path]) -> None:
-    """Fills every parameter of `model` from `files`, converting to its dtype and device. Raises ModelError."""
-    target = _Target(model)
+def load_weights(model: nn.Module, files: list[Path], *, left_out: tuple[str, ...] = ()) -> None:
+    """Fills every parameter of `model` from `files`, converting to its dtype and device. `left_out`: beginnings of more
+    names to leave alone. Raises ModelError."""
+    target = _Target(model, left_out)
     for file in files:
         try:
             for name, stored in _stream(file, target.wants):
@@ -118,9 +119,9 @@ def _stream(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, St
 class _Target:
     """A model being filled: which parameter, or which part of a fused one, a file's tensor goes to."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, left_out: tuple[str, ...]) -> None:
         self._prefixes: tuple[str, ...] = getattr(model, "prefixes", ())
-        self._unused: tuple[str, ...] = getattr(model, "unused", ())
+        self._unused: tuple[str, ...] = (*getattr(model, "unused", ()), *left_out)
         self._copies = {source: name for name, source in getattr(model, "tied", {}).items()}
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._modules = dict(model.named_modules(remove_duplicate=False))

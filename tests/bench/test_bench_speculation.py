@@ -53,10 +53,11 @@ def test_a_proposer_that_is_not_steered_is_right_by_itself(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_two_ranks_accept_what_one_does(tmp_path: Path) -> None:
-    with ranks(spec(tmp_path, "mtp")) as model:
+@pytest.mark.parametrize("part", ["mtp", "leader"])
+def test_two_ranks_accept_what_one_does(tmp_path: Path, part: str) -> None:
+    with ranks(spec(tmp_path, part)) as model:
         expected = accepted_length(model, 3, 0.8)
-    with ranks(spec(tmp_path, "mtp", size=2)) as model:
+    with ranks(spec(tmp_path, part, size=2)) as model:
         assert accepted_length(model, 3, 0.8) == expected
 
 

@@ -161,6 +161,10 @@ def test_paths_become_absolute() -> None:
             drafting(proposer="draft_model", num_layers=2, head_tokens="all"),
             "models[0].rank.speculation.head_tokens: only proposer 'mtp' has a head",
         ),
+        (
+            drafting(proposer="draft_model", num_layers=2, head_ranks="leader"),
+            "models[0].rank.speculation.head_ranks: only proposer 'mtp' has a head; remove it",
+        ),
         (drafting(draft_vocab=9), "models[0].rank.speculation.draft_vocab: proposer 'n_gram' has no head; remove it"),
         (
             drafting(proposer="mtp", model="x", draft_vocab_ids="ids.json"),

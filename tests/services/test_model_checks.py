@@ -111,6 +111,7 @@ def test_a_draft_that_is_not_there(find: Find, tmp_path: Path) -> None:
         ("tiny?head=eagle", {}, "is a draft head: speculation.model of another model names it"),
         ("tiny", {"proposer": "mtp", "model": "tiny?head=mtp", "draft_vocab": 512}, None),
         ("tiny", {"proposer": "mtp", "model": "tiny?head=eagle"}, None),
+        ("tiny", {"proposer": "mtp", "model": "tiny?head=mtp", "head_ranks": "leader", "draft_vocab": 512}, None),
         ("tiny", {"proposer": "draft_model", "model": "tiny?seed=1", "draft_vocab": 8}, None),
         ("tiny", {"proposer": "draft_model", "num_layers": 1}, None),
     ],
@@ -125,7 +126,8 @@ def test_what_drafts_are_refused(
     drafts = settings | {key: made(shape) for key, shape in settings.items() if key == "model"}
     model = {"name": "m", "source": made(source), "tensor_parallel_size": size}
     config = build_config({"models": [model], "rank": {"device": "cpu", "speculation": drafts}}, Path())
-    if size > 1 and "draft_vocab" in drafts and drafts.get("model") != made("tiny?seed=1"):
+    is_divided = drafts.get("model") != made("tiny?seed=1") and "head_ranks" not in drafts
+    if size > 1 and "draft_vocab" in drafts and is_divided:
         refusal = "speculation.draft_vocab: "
     found = find_refusals(config, {"m": Path(made(source))})
     assert len(found) == (refusal is not None), found

@@ -17,13 +17,15 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="needs two GPUs"),
 ]
 
+HEADS = ["mtp", "eagle", "mtp on the leader", "eagle on the leader, some tokens"]
+
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(write_llama(tmp_path_factory.mktemp("target"), tokenizer=True))
 
 
-@pytest.mark.parametrize("kind", ["n_gram", "another model", "first layer", "mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["n_gram", "another model", "first layer", *HEADS])
 def test_tokens_are_those_without(gpus: Ranks, matrix: Matrix, tmp_path: Path, kind: str) -> None:
     speculation = configure(kind, matrix.directory, tmp_path)
     settings = {"device": "cuda", "dtype": "float32", "capture": "lazy", "kv_cache_bytes": MANY_BLOCKS * BLOCK_BYTES}

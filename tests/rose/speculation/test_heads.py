@@ -1,21 +1,32 @@
 """Draft heads from files: names as they are published, what does not go with a target, what a head computes."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ipc.types import ModelFacts
+from rose.config import SpeculationConfig
+from rose.distributed.group import Group
+from rose.distributed.shard import local_heads
+from rose.kv_cache import KVShape
 from rose.layers.kernel_layers import use_kernels
 from rose.models.config import ModelError, read_config
+from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
+from rose.speculation.checks import check_proposer
 from rose.speculation.heads import DraftHead, HeadKind, load_head
+from rose.speculation.mtp import load_ends
 from rose.speculation.protocol import Target
+from rose.speculation.registry import load_proposer
+from services.sources import resolve_source
 from tests.rose.speculation.checked import attend, positions_of
 from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.tiny_lm import write_llama, write_qwen3
@@ -138,3 +149,66 @@ def test_the_same_by_kernels(target: Target, tmp_path: Path, kind: HeadKind) -> 
     embedding, hidden = inputs().to(device)
     found = head(embedding, hidden, positions_of(hidden).to(device), attend)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def of_two(target: Target) -> list[Target]:
+    """As each of two ranks sees it, that say nothing to each other."""
+    groups = [SimpleNamespace(rank=rank, size=2, leads=rank == 0) for rank in range(2)]
+    config = local_heads(target.config, 2)
+    return [target._replace(model=nn.Identity(), config=config, group=cast(Group, group)) for group in groups]
+
+
+def test_a_head_that_the_leader_has_alone(target: Target, tmp_path: Path) -> None:
+    """Whole, over all heads of keys and values, with a part of the target's head where some tokens are drafted."""
+    head = write_random_head(tmp_path / "head", target.directory, "mtp")
+    config = SpeculationConfig(proposer="mtp", model=str(head), head_ranks="leader", draft_vocab=40)
+    leader, other = (each._replace(dtype=torch.bfloat16) for each in of_two(target))
+    source = cast(Any, load_proposer(config, leader))
+    assert source.kv_shape == KVShape(1, 2, 16, torch.bfloat16)
+    assert load_proposer(config, other).kv_shape is None
+    model, is_tied = cast(LlamaForCausalLM, target.model), target.config.tie_word_embeddings
+    embedding, rows = source._target.embed_tokens.weight, source._logits._rows
+    assert torch.equal(embedding, model.model.embed_tokens.weight.bfloat16())
+    assert torch.equal(rows, model.lm_head.weight[:40].bfloat16())
+    assert (rows.data_ptr() == embedding.data_ptr()) == is_tied
+    if not is_tied:
+        assert rows.untyped_storage().nbytes() == 40 * 64 * 2  # the others are gone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ends_of_a_target_are_whole(target: Target, tmp_path: Path, dtype: torch.dtype) -> None:
+    made = resolve_source("random:tiny", tmp_path)
+    for directory in (target.directory, made):
+        config, device = read_config(directory), torch.device("cpu")
+        whole = cast(LlamaForCausalLM, load_model(directory, config, GenerateTask(()), device, dtype))
+        given = target._replace(directory=directory, config=config, dtype=dtype)
+        ends = cast(LlamaForCausalLM, load_ends(of_two(given)[0]))
+        ids, hidden = torch.arange(config.vocab_size), torch.randn(3, config.hidden_size).to(dtype)
+        assert torch.equal(ends.model.embed_tokens(ids), whole.model.embed_tokens(ids))
+        torch.testing.assert_close(ends.logits(hidden), whole.logits(hidden))
+        if config.tie_word_embeddings and dtype == torch.bfloat16:  # of float32 the head is packed for a CPU
+            assert ends.lm_head.weight.data_ptr() == ends.model.embed_tokens.weight.data_ptr()
+        assert not len(ends.model.layers)
+
+
+def test_which_heads_may_be_on_which_ranks(target: Target, tmp_path: Path) -> None:
+    """One whose own heads two ranks cannot divide may be the leader's, and some tokens drafted by it alone."""
+    odd = write_random_head(tmp_path / "odd", target.directory, "mtp", num_attention_heads=3, num_key_value_heads=1)
+    config = SpeculationConfig(proposer="mtp", model=str(odd), draft_vocab=40)
+    leader = of_two(target)[0]
+    with pytest.raises(ModelError, match="tensor_parallel_size 2 does not divide the model's num_attention_heads, 3"):
+        load_proposer(config, leader)
+    assert load_proposer(replace(config, head_ranks="leader"), leader).kv_shape == KVShape(1, 1, 16, torch.float32)
+    even = write_random_head(tmp_path / "even", target.directory, "mtp")
+    facts = replace(target.facts, tensor_parallel_size=2)
+    config = replace(config, model=str(even))
+    with pytest.raises(ModelError, match=r'each with a part of the vocabulary: .* speculation\.head_ranks = "leader"'):
+        check_proposer(config, target.config, facts, target.directory)
+    check_proposer(replace(config, head_ranks="leader"), target.config, facts, target.directory)
+
+
+@pytest.mark.parametrize("proposer", ["none", "n_gram", "draft_model"])
+def test_others_have_no_head_to_be_on_a_rank(target: Target, proposer: Any) -> None:
+    config = SpeculationConfig(proposer=proposer, num_layers=1, head_ranks="leader")
+    with pytest.raises(ModelError, match=f'head_ranks = "leader" is for draft heads.* the proposer is {proposer}: rem'):
+        load_proposer(config, target)
