@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -293,6 +294,8 @@ class _Loop:
         while self._flying:  # the others' ends: the leader's are known
             if self._flying[0][1].ready():
                 self._flying.popleft()
+            else:
+                time.sleep(0)  # the threads of a rank on a CPU need the interpreter, too
         if name == "attach":
             path, layout = arguments
             assert isinstance(layout, RingLayout)
