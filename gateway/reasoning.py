@@ -5,6 +5,7 @@ How the text was cut into pieces never changes the result.
 
 from typing import Literal, NamedTuple
 
+from gateway.held_text import HeldText, Leading
 from gateway.stop_strings import Matcher, Search
 
 OPEN = "<think>"
@@ -34,7 +35,8 @@ class Reasoning:
         """`opened`: the prompt has the opening tag already (`opened_by`)."""
         self._part: Literal["start", "reasoning", "content"] = "reasoning" if opened else "start"
         self._search = Search(_CLOSE)
-        self._held = ""  # start: what may become the opening tag; reasoning: white space that may be its end
+        self._leading = Leading()  # start: what may become the opening tag
+        self._space = HeldText()  # reasoning: white space that may be its end
         self._begun = False  # whether the present part has had anything but white space
 
     def feed(self, text: str) -> Split:
@@ -46,7 +48,8 @@ class Reasoning:
             reasoning = self._trim(found.text)
             text = found.rest
             if found.hit is not None:
-                self._part, self._held, self._begun = "content", "", False
+                self._part, self._begun = "content", False
+                self._space.clear()
         if self._part == "content" and not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
@@ -55,28 +58,28 @@ class Reasoning:
     def finish(self) -> Split:
         """What was held back, once nothing more comes."""
         if self._part == "start":
-            return Split(content=self._held)
+            return Split(content=self._leading.take())
         return Split(reasoning=self._trim(self._search.flush()) if self._part == "reasoning" else "")
 
     def _start(self, text: str) -> str:
         """The text behind the opening tag, or all of it where there is none; nothing while that is not known."""
-        text = self._held + text
-        self._held = ""
-        head = text.lstrip()
+        head = self._leading.add(text)
         if head.startswith(OPEN):
             self._part = "reasoning"
+            self._leading.take()
             return head[len(OPEN) :]
         if OPEN.startswith(head):
-            self._held = text
             return ""
         self._part, self._begun = "content", True
-        return text
+        return self._leading.take()
 
     def _trim(self, text: str) -> str:
-        text = self._held + text
         if not self._begun:
             text = text.lstrip()
         trimmed = text.rstrip()
-        self._held = text[len(trimmed) :]
-        self._begun = self._begun or bool(trimmed)
+        space = text[len(trimmed) :]
+        if trimmed:
+            self._begun = True
+            trimmed = self._space.take() + trimmed
+        self._space.add(space)
         return trimmed

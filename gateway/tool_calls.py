@@ -6,6 +6,7 @@ Knows text only. How the text was cut into pieces never changes the result. What
 arguments are passed on as the model wrote them, valid JSON or not, as OpenAI's are.
 """
 
+import re
 import secrets
 from collections.abc import Callable
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway.call_scanner import CallScanner, Scanned
+from gateway.held_text import HeldText, Leading
 from gateway.stop_strings import Matcher, Search
 
 
@@ -90,18 +92,17 @@ class _Events:
         self.num_calls = 0
         self._new_id = new_id
         self._events: list[Event] = []
-        self._space = ""  # belongs to the content only if more content follows
+        self._space = HeldText()  # belongs to the content only if more content follows
 
     def content(self, text: str) -> None:
-        text = self._space + text
         trimmed = text.rstrip()
-        self._space = text[len(trimmed) :]
         if trimmed:
-            self._events.append(Content(trimmed))
+            self._events.append(Content(self._space.take() + trimmed))
+        self._space.add(text[len(trimmed) :])
 
     def call(self, scanned: Scanned) -> None:
         if scanned.name is not None:
-            self._space = ""
+            self._space.clear()
             self._events.append(CallStart(self.num_calls, self._new_id(), scanned.name))
             self.num_calls += 1
         if scanned.arguments:
@@ -109,8 +110,8 @@ class _Events:
 
     def end(self) -> None:
         if self._space and not self.num_calls:
-            self._events.append(Content(self._space))
-        self._space = ""
+            self._events.append(Content(self._space.take()))
+        self._space.clear()
 
     def take(self) -> list[Event]:
         taken: list[Event] = []
@@ -138,7 +139,8 @@ class _Tagged:
         self._state: Literal["content", "open", "call", "after"] = "content"
         self._search = Search(_OPENING)
         self._scanner = CallScanner(needs_arguments=False)
-        self._held = ""  # since the tag, or since the last call
+        self._held = HeldText()  # open, call: since the tag, or since the last call
+        self._leading = Leading()  # after
         self._in_list = False
 
     def advance(self, text: str) -> str:
@@ -157,54 +159,61 @@ class _Tagged:
         if self._state == "content":
             self._out.content(self._search.flush())
         elif self._state == "open" or (self._state == "call" and not self._scanner.sure):
-            self._out.content(self._held + self._scanner.raw)
+            self._out.content(self._held.take() + self._scanner.raw)
 
     def _content(self, text: str) -> str:
         found = self._search.feed(text)
         self._out.content(found.text)
         if found.hit is not None:
-            self._state, self._held, self._in_list = "open", found.hit, False
-            self._scanner = CallScanner(needs_arguments=False)
+            self._in_list = False
+            self._begin(found.hit)
         return found.rest
+
+    def _begin(self, held: str) -> None:
+        """A call may come now; `held` is content if none does."""
+        self._state = "open"
+        self._held.clear()
+        self._held.add(held)
+        self._scanner = CallScanner(needs_arguments=False)
 
     def _open(self, text: str) -> str:
         rest = text.lstrip()
-        self._held += text[: len(text) - len(rest)]
+        self._held.add(text[: len(text) - len(rest)])
         if rest.startswith("{"):
             self._state = "call"
             return rest
         if rest.startswith("[") and not self._in_list:
             self._in_list = True
-            self._held += "["
+            self._held.add("[")
             return rest[1:]
         if rest:
-            self._give_up(self._held)
+            self._give_up(self._held.take())
         return rest
 
     def _call(self, text: str) -> str:
         scanned = self._scanner.feed(text)
         self._out.call(scanned)
         if self._scanner.state == "failed":
-            self._give_up("" if self._scanner.sure else self._held + self._scanner.raw)
+            self._give_up("" if self._scanner.sure else self._held.take() + self._scanner.raw)
         elif self._scanner.state == "done":
-            self._state, self._held = "after", ""
+            self._state, self._leading = "after", Leading()
         return scanned.rest
 
     def _after(self, text: str) -> str:
-        self._held += text
-        rest = self._held.lstrip()
-        if self._in_list and rest[:1] in (",", "]"):
-            self._in_list = rest[0] == ","
-            self._state, self._held = ("open", ",") if self._in_list else ("after", "")
-            self._scanner = CallScanner(needs_arguments=False)
-            return rest[1:]
-        if rest.startswith(_END_TAG):
+        head = self._leading.add(text)
+        if self._in_list and head[:1] in (",", "]"):
+            self._leading = Leading()
+            self._in_list = head[0] == ","
+            if self._in_list:
+                self._begin(",")
+            return head[1:]
+        if head.startswith(_END_TAG):
             self._state = "content"
-            return rest[len(_END_TAG) :]
-        if _END_TAG.startswith(rest):
+            return head[len(_END_TAG) :]
+        if _END_TAG.startswith(head):
             return ""
         self._state = "content"  # the end tag is missing: what follows is content
-        return self._held
+        return self._leading.take()
 
     def _give_up(self, content: str) -> None:
         self._out.content(content)
@@ -212,7 +221,7 @@ class _Tagged:
 
 
 _PYTHON_TAG = "<|python_tag|>"
-_SEPARATORS = " \t\r\n;,"
+_SEPARATORS = re.compile(r"[\s;,]*")
 
 
 class _Bare:
@@ -222,7 +231,8 @@ class _Bare:
         self._out = out
         self._state: Literal["start", "call", "after", "content"] = "start"
         self._scanner = CallScanner(needs_arguments=True)
-        self._held = ""
+        self._leading = Leading()
+        self._tagged = False
 
     def advance(self, text: str) -> str:
         if self._state == "content":
@@ -230,30 +240,31 @@ class _Bare:
             return ""
         if self._state == "call":
             return self._call(text)
-        self._held += text
-        rest = self._held.lstrip(_SEPARATORS if self._state == "after" else None)
-        rest = rest.removeprefix(_PYTHON_TAG).lstrip()
-        if rest.startswith("{"):
-            self._state, self._held = "call", self._held[: len(self._held) - len(rest)]
+        head = self._leading.add(text)
+        if not self._tagged and head.startswith(_PYTHON_TAG):
+            self._tagged = True
+            head = self._leading.pass_over(len(_PYTHON_TAG))
+        if head.startswith("{"):
+            self._state = "call"
             self._scanner = CallScanner(needs_arguments=True)
-            return rest
-        if not _PYTHON_TAG.startswith(rest):
+            return self._leading.take_head()
+        if not _PYTHON_TAG.startswith(head):
             self._state = "content"
-            self._out.content(self._held)
+            self._out.content(self._leading.take())
         return ""
 
     def finish(self) -> None:
         if self._state == "start" or (self._state == "call" and not self._scanner.sure):
-            self._out.content(self._held + self._scanner.raw)
+            self._out.content(self._leading.take() + self._scanner.raw)
 
     def _call(self, text: str) -> str:
         scanned = self._scanner.feed(text)
         self._out.call(scanned)
         if self._scanner.state == "failed":
-            self._out.content("" if self._scanner.sure else self._held + self._scanner.raw)
+            self._out.content("" if self._scanner.sure else self._leading.take() + self._scanner.raw)
             self._state = "content"
         elif self._scanner.state == "done":
-            self._state, self._held = "after", ""
+            self._state, self._leading, self._tagged = "after", Leading(_SEPARATORS), False
         return scanned.rest
 
 

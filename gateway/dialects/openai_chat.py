@@ -125,9 +125,7 @@ def _read_max_tokens(fields: ChatBody) -> int | None:
 def render_chat(task: GenerateTask, outcome: GenerateOutcome) -> bytes:
     choices = []
     for i, pieces in enumerate(outcome.choices):
-        calls: list[dict[str, Any]] = []
-        for piece in pieces:
-            _add_calls(calls, piece)
+        calls = _whole_calls(pieces)
         content = "".join(piece.text for piece in pieces)
         reasoning = "".join(piece.reasoning for piece in pieces)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
@@ -197,13 +195,21 @@ def _call_deltas(piece: Piece) -> list[dict[str, Any]]:
     return list(deltas.values())
 
 
-def _add_calls(calls: list[dict[str, Any]], piece: Piece) -> None:
-    for event in piece.calls:
-        match event:
-            case CallStart(id=id, name=name):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case ArgumentsDelta(index=index, text=text):
-                calls[index]["function"]["arguments"] += text
+def _whole_calls(pieces: list[Piece]) -> list[dict[str, Any]]:
+    starts: list[CallStart] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        for event in piece.calls:
+            match event:
+                case CallStart():
+                    starts.append(event)
+                    arguments.append([])
+                case ArgumentsDelta(index=index, text=text):
+                    arguments[index].append(text)
+    return [
+        {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": "".join(texts)}}
+        for start, texts in zip(starts, arguments, strict=True)
+    ]
 
 
 def _head(task: GenerateTask, head: Head, kind: str) -> dict[str, Any]:
