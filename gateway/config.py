@@ -10,7 +10,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_body_bytes: int = 32 << 20
     max_items: int = 2048  # texts, documents or pairs in one request
     max_request_tokens: int = 300_000
-    max_concurrent_requests: int = 1024  # of this process, taken before tokenising; beyond: 429
+    max_concurrent_requests: int = 1024  # of each model in this process, taken before tokenising; beyond: 429
     max_chunk_tokens: int = 16_384  # a larger request is split
     timeout_ms: int = 60_000  # deadline when the client names none (X-Timeout-Ms)
     replica_wait_ms: int = 60_000  # for a replica that is coming back: longer than a model takes to start

@@ -53,16 +53,17 @@ async def _answer(request: web.BaseRequest, dialect: Dialect, gateway: Gateway, 
     urgency = priority(request)
     task = dialect.parse(await read_body(request, gateway.config))
     model = gateway.model(task.model)
-    call = Call(gateway, model, gateway.client.facts(model.name), urgency, deadline)
-    outcome: Outcome
-    match task:
-        case EmbedTask():
-            outcome = await embed(call, task)
-        case ScoreTask():
-            outcome = await score(call, task)
-        case GenerateTask():
-            return await generate(request, call, task, dialect)
-    return Answer(dialect.render(task, outcome), call.headers())
+    with gateway.admission_of[model.name]:
+        call = Call(gateway, model, gateway.client.facts(model.name), urgency, deadline)
+        outcome: Outcome
+        match task:
+            case EmbedTask():
+                outcome = await embed(call, task)
+            case ScoreTask():
+                outcome = await score(call, task)
+            case GenerateTask():
+                return await generate(request, call, task, dialect)
+        return Answer(dialect.render(task, outcome), call.headers())
 
 
 async def embed(call: Call, task: EmbedTask) -> EmbedOutcome:

@@ -21,17 +21,18 @@ MAX_ID_CHARS = 128
 
 
 class Admission:
-    """How many requests are worked on at a time; `with` it around each, before anything is read or encoded."""
+    """How many requests are worked on at a time; `with` it around each, before anything is encoded."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, of_model: str | None = None) -> None:
         self._limit = limit
+        self._whose = "" if of_model is None else f" for model {of_model!r}"
         self.in_use = 0
 
     def __enter__(self) -> None:
         """Raises Overloaded."""
         if self.in_use >= self._limit:
-            text = f"this gateway process has its {self._limit} requests (max_concurrent_requests); try again later"
-            raise Overloaded(text, retry_after_ms=RETRY_AFTER_MS)
+            text = f"this gateway process has its {self._limit} requests{self._whose} (max_concurrent_requests)"
+            raise Overloaded(f"{text}; try again later", retry_after_ms=RETRY_AFTER_MS)
         self.in_use += 1
 
     def __exit__(self, *_: object) -> None:

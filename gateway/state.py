@@ -28,7 +28,11 @@ class Gateway:
         self.metrics = metrics
         self.pool = pool
         self.watching = watching  # replicas.json; without it this process is of no use
-        self.admission = Admission(config.max_concurrent_requests)
+        # the requests of all models, before anything is read; and of each, so that one whose replicas are dead or slow
+        # keeps no place that another's need
+        limit = config.max_concurrent_requests
+        self.admission = Admission(limit * len(models))
+        self.admission_of = {name: Admission(limit, name) for name in models}
         self.draining = False
         self.started_at = int(time.time())
 

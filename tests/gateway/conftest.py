@@ -141,6 +141,14 @@ class Stack:
         async with self.http.get("/health/ready") as response:
             return response.status
 
+    async def metric(self, name: str) -> float:
+        """A figure of the gateway's own that has no labels."""
+        async with self.http.get("/metrics") as response:
+            for line in (await response.text()).splitlines():
+                if line.startswith(f'{name}{{process="gateway/0"'):
+                    return float(line.rpartition(" ")[2])
+        return 0.0
+
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Waits for `condition`, and fails when it does not come."""

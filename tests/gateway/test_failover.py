@@ -29,14 +29,6 @@ def check(answer: tuple[int, Any], text: str = "hello world") -> None:
     np.testing.assert_allclose(body["data"][0]["embedding"], vector(tokenizer.encode(text).ids), rtol=1e-6)
 
 
-async def metric(stack: Stack, name: str) -> float:
-    async with stack.http.get("/metrics") as response:
-        for line in (await response.text()).splitlines():
-            if line.startswith(f'{name}{{process="gateway/0"'):
-                return float(line.rpartition(" ")[2])
-    return 0.0
-
-
 async def test_work_of_a_dead_replica_goes_to_another(make_stack: MakeStack) -> None:
     stack = await make_stack(num_replicas=2)
     first, second = stack.schedulers["tiny/0"], stack.schedulers["tiny/1"]
@@ -50,7 +42,7 @@ async def test_work_of_a_dead_replica_goes_to_another(make_stack: MakeStack) -> 
     for i, answer in enumerate(await asyncio.gather(*answers)):
         check(answer, f"tulip {i}")
     assert [submit.attempt for submit in second.submits] == [1] * 10 + [2] * 10
-    assert await metric(stack, "bouquet_failovers_total") == 10
+    assert await stack.metric("bouquet_failovers_total") == 10
     del stack.schedulers["tiny/0"]
 
 
@@ -133,7 +125,7 @@ async def test_a_silent_replica_is_ejected_and_its_late_answers_dropped(
     for item in late:
         first.answer(*item)
     await asyncio.sleep(0.1)
-    assert await metric(stack, "bouquet_late_replies_total") == 2
+    assert await stack.metric("bouquet_late_replies_total") == 2
     first.hold = second.hold = False
     for _ in range(4):
         check(await stack.embed())
@@ -284,7 +276,7 @@ async def test_messages_that_are_none_are_dropped(stack: Stack) -> None:
     for frames in ([b""], [b"\xff\xff"], [encode(Result(1, 2, 1, 64, Timings(0, 0))), b"x" * 64]):
         scheduler.send_raw([identity, *frames])
     check(await stack.embed())
-    assert await metric(stack, "bouquet_late_replies_total") == 3
+    assert await stack.metric("bouquet_late_replies_total") == 3
 
 
 async def test_quarantine_is_told_to_the_models_other_schedulers(make_stack: MakeStack, tiny_dir: Path) -> None:

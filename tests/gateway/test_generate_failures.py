@@ -14,7 +14,6 @@ from ipc.submit import Rejected
 from tests.gateway.conftest import MakeStack, Stack, until
 from tests.gateway.fake_scheduler import FakeScheduler, chat_facts
 from tests.gateway.test_completions import complete, events, ids, run, text_of
-from tests.gateway.test_failover import metric
 
 REQUEST: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 20}
 
@@ -305,9 +304,9 @@ async def test_metrics(chat_stack: Stack) -> None:
     await complete(chat_stack)
     run(chat_stack, ids("the") * 3)
     await events(chat_stack, prompt="a")
-    assert await metric(chat_stack, "bouquet_generated_tokens_total") == 5
-    assert await metric(chat_stack, "bouquet_first_token_seconds_count") == 2
-    assert await metric(chat_stack, "bouquet_inter_token_seconds_count") == 3
+    assert await chat_stack.metric("bouquet_generated_tokens_total") == 5
+    assert await chat_stack.metric("bouquet_first_token_seconds_count") == 2
+    assert await chat_stack.metric("bouquet_inter_token_seconds_count") == 3
     async with chat_stack.http.get("/metrics") as response:
         text = await response.text()
     for reason in ("stop", "length"):

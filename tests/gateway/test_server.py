@@ -15,7 +15,7 @@ from gateway.models import ModelFilesError
 from gateway.replicas import ReplicaWatcher
 from gateway.server import HttpServer
 from tests.gateway.conftest import MakeStack, Stack, free_port, until
-from tests.gateway.fake_scheduler import facts
+from tests.gateway.fake_scheduler import FakeScheduler, facts
 
 BODY = b'{"model": "tiny", "input": "hello"}'
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -82,6 +82,43 @@ async def test_too_many_at_once_is_a_429_before_anything_is_read(make_stack: Mak
     scheduler.release()
     assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
     assert (await stack.embed())[0] == 200
+
+
+async def test_requests_that_wait_for_a_dead_model_take_no_place_of_another(
+    make_stack: MakeStack, tiny_dir: Path
+) -> None:
+    stack = await make_stack({"dead": (tiny_dir, None), "live": (tiny_dir, None)}, max_concurrent_requests=3)
+    dead, live = stack.schedulers["dead/0"], stack.schedulers["live/0"]
+    live.hold = True
+    dead.close()
+    waiting = [asyncio.create_task(stack.embed(model="dead")) for _ in range(3)]
+    async with asyncio.timeout(5):
+        while await stack.metric("bouquet_chunks_waiting") < 3:
+            await asyncio.sleep(0.01)
+    busy = [asyncio.create_task(stack.embed(model="live")) for _ in range(3)]
+    await until(lambda: len(live.held) == 3)
+    for name in ("dead", "live"):
+        status, body = await stack.embed(model=name)
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+    live.release()
+    assert [status for status, _ in await asyncio.gather(*busy)] == [200] * 3
+    assert not any(answer.done() for answer in waiting)
+    stack.schedulers["dead/0"] = FakeScheduler(dead.endpoint)
+    assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 3
+
+
+async def test_what_is_refused_for_one_model_leaves_no_place_taken(make_stack: MakeStack, tiny_dir: Path) -> None:
+    stack = await make_stack({"a": (tiny_dir, None), "b": (tiny_dir, None)}, max_concurrent_requests=1)
+    stack.schedulers["a/0"].hold = True
+    busy = asyncio.create_task(stack.embed(model="a"))
+    await until(lambda: bool(stack.schedulers["a/0"].held))
+    for _ in range(3):
+        status, body = await stack.embed(model="a")
+        assert status == 429
+        assert "1 requests for model 'a' (max_concurrent_requests)" in body["error"]["message"]
+        assert (await stack.embed(model="b"))[0] == 200
+    stack.schedulers["a/0"].release()
+    assert (await busy)[0] == 200
 
 
 async def test_a_slow_body_is_a_408(make_stack: MakeStack) -> None:
