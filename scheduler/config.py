@@ -12,6 +12,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefix_cache: bool = True  # generation: blocks of prompts seen before are not computed again
     quarantine_ttl_ms: int = 600_000
     step_deadline_ms: int = 30_000  # ranks that take longer for one step are killed
+    hello_deadline_ms: int = 300_000  # a rank that does not come within it, imports and all, is ended and started anew
     load_deadline_ms: int = 600_000  # from Join to Ready
     rank_heartbeat_ms: int = 10_000  # an idle rank silent for longer is killed
     gateway_heartbeat_ms: int = 5_000  # a gateway silent for longer is gone, and its work with it

@@ -56,6 +56,7 @@ class Scheduler:
         tensor_parallel_size: int,
         run_dir: Path,
         log: Log,
+        end_rank: Callable[[int], object],
         planners: Mapping[Task, PlannerFactory] = PLANNERS,
     ) -> None:
         """Binds its endpoints; must run on the loop. Raises ipc.sockets.EndpointInUse."""
@@ -74,8 +75,9 @@ class Scheduler:
         with contextlib.ExitStack() as opened:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opened.callback(context.destroy, linger=0)
+            size = tensor_parallel_size
             self.ranks = RankLink(
-                context, run_dir, replica, tensor_parallel_size, self.incarnation, config, self.stats, self, log
+                context, run_dir, replica, size, self.incarnation, config, self.stats, self, log, end_rank
             )
             opened.callback(self.ranks.close)
             endpoint = addresses.gateway_endpoint(run_dir, replica)
@@ -289,15 +291,18 @@ async def serve(
     run_dir: Path,
     stop: asyncio.Event,
     log: Log,
+    end_rank: Callable[[int], object],
 ) -> None:
     """Runs one replica's scheduler until `stop` is set, then drains. Raises ipc.sockets.EndpointInUse.
+
+    `end_rank` is called, and must not block, for a rank that has not said Hello in time.
 
     An error of our own ends it too, and is raised: gateways turn to other replicas, ranks keep their weights for the
     successor. That beats going on with requests that nobody would ever answer.
     """
     loop = asyncio.get_running_loop()
     failure: asyncio.Future[None] = loop.create_future()
-    scheduler = Scheduler(config, replica, model, tensor_parallel_size, run_dir, log)
+    scheduler = Scheduler(config, replica, model, tensor_parallel_size, run_dir, log, end_rank)
 
     def on_exception(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception") or RuntimeError(context["message"])

@@ -53,8 +53,12 @@ class RankLink:
         stats: Stats,
         events: RankEvents,
         log: Callable[..., None],
+        end_rank: Callable[[int], object],
     ) -> None:
-        """Raises ipc.sockets.EndpointInUse if another scheduler serves this replica."""
+        """`end_rank` ends a rank's process whose pid nobody here knows, since it never said Hello.
+
+        Raises ipc.sockets.EndpointInUse if another scheduler serves this replica.
+        """
         self._replica_dir = addresses.replica_dir(run_dir, replica)
         self._size = tensor_parallel_size
         self._incarnation = incarnation
@@ -62,6 +66,9 @@ class RankLink:
         self._stats = stats
         self._events = events
         self._log = log
+        self._end_rank = end_rank
+        # rank → when it was last here
+        self._missing_since = dict.fromkeys(range(tensor_parallel_size), time.monotonic())
         self._fresh: dict[int, Member] = {}  # rank → said Hello, not in an epoch yet
         self._leaving: dict[Member, float] = {}  # ranks of an epoch that ended in order → when to kill them
         self._stopped_since: dict[Member, float] = {}  # ranks halted by a signal
@@ -114,6 +121,15 @@ class RankLink:
         for member, kill_at in self._leaving.items():
             if now > kill_at:
                 member.kill()
+        self._end_missing(now)
+
+    def _end_missing(self, now: float) -> None:
+        for rank, since in self._missing_since.items():
+            if self._holder(rank) is not None:
+                self._missing_since[rank] = now
+            elif now - since > self._config.hello_deadline_ms / 1000:
+                self._missing_since[rank] = now
+                self._end_rank(rank)
 
     def _halted(self, epoch: Epoch, now: float) -> str:
         """Which rank stands still by a signal, or ""."""
@@ -132,6 +148,8 @@ class RankLink:
     # --- membership -----------------------------------------------------------------------------------------
 
     def _on_hello(self, member: Member) -> None:
+        if member.rank in self._missing_since:
+            self._missing_since[member.rank] = time.monotonic()
         holder = self._holder(member.rank)
         if holder is not None and holder.dead():
             self._membership.reap(holder)

@@ -94,6 +94,35 @@ async def test_a_hanging_rank_is_replaced(stack: Stack) -> None:
     assert not alive(pid)
 
 
+HALTS_ONCE = """
+import os, signal, sys
+from pathlib import Path
+if not (mark := Path(sys.argv[1])).exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.execv(sys.executable, [sys.executable, "-m", "tests.fakes.rank", *sys.argv[2:]])
+"""
+
+
+class HaltsOnce(Stack):
+    """The first life of every rank is halted before its Hello."""
+
+    def _fake_ranks(self, file: Path) -> None:
+        super()._fake_ranks(file)
+        script = self.run_dir / "halts_once.py"
+        script.write_text(HALTS_ONCE)
+        instead = f" {script} {self.run_dir / 'halted'} "
+        file.write_text(file.read_text().replace(" -m tests.fakes.rank ", instead))
+
+
+async def test_a_rank_that_is_halted_before_its_hello_is_replaced(run_dir: Path, minilm_dir: Path) -> None:
+    with HaltsOnce(run_dir, {MODEL: minilm_dir}, fake_rank=[], scheduler={"hello_deadline_ms": 4000}) as stack:
+        told = next(event for event in stack.events(f"{MODEL}-0-scheduler") if event["event"] == "rank_ended")
+        assert told["program"] == f"{MODEL}-0-rank-0"
+        assert "hello_deadline_ms" in told["reason"]
+        assert not alive(told["pid"])
+
+
 async def test_poison_is_quarantined_and_its_neighbours_are_not(stack: Stack) -> None:
     async with load(stack) as running:
         await running.answered(100)

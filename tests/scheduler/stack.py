@@ -145,6 +145,7 @@ class Stack:
         self.events: list[dict[str, object]] = []
         self.schedulers: list[Scheduler] = []
         self.gateways: list[HandGateway] = []
+        self.ended_ranks: list[int] = []  # which the scheduler has wanted ended, though it does not know their pid
         self.processes: list[subprocess.Popen[bytes]] = []
         self.supervisors: list[asyncio.Task[None]] = []
 
@@ -156,7 +157,9 @@ class Stack:
 
     def scheduler(self, tensor_parallel_size: int = 1, **config: object) -> Scheduler:
         settings = SchedulerConfig(**config)  # type: ignore[arg-type]
-        made = Scheduler(settings, REPLICA, "fake", tensor_parallel_size, self.run_dir, self.log)
+        made = Scheduler(
+            settings, REPLICA, "fake", tensor_parallel_size, self.run_dir, self.log, self.ended_ranks.append
+        )
         self.schedulers.append(made)
         return made
 

@@ -233,6 +233,22 @@ async def test_a_rank_that_takes_too_long_to_load_is_killed() -> None:
         assert await made.ended(process) == -signal.SIGKILL
 
 
+async def test_a_rank_that_never_says_hello_is_ended_and_no_other() -> None:
+    async with stack() as made:
+        made.scheduler(2, hello_deadline_ms=500)
+        gateway = made.gateway()
+        made.rank(0)
+        await gateway.until(lambda: made.logged("rank_hello"))
+        made.ended_ranks.clear()  # of a start on a busy machine
+        await gateway.until(lambda: len(made.ended_ranks) > 1)
+        assert set(made.ended_ranks) == {1}
+        made.rank(1)
+        await gateway.ready()
+        made.ended_ranks.clear()
+        await asyncio.sleep(1)
+        assert made.ended_ranks == []
+
+
 async def test_an_idle_rank_that_falls_silent_is_killed() -> None:
     async with stack() as made:
         made.scheduler(rank_heartbeat_ms=4000, canary_interval_ms=10**6)
@@ -538,6 +554,7 @@ async def _serving(made: Stack, **config: int) -> tuple[asyncio.Event, "asyncio.
             run_dir=made.run_dir,
             stop=stop,
             log=made.log,
+            end_rank=made.ended_ranks.append,
         )
     )
     gateway = made.gateway()
