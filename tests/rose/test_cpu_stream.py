@@ -113,7 +113,7 @@ def test_a_lone_part_has_all_cores_and_others_share_them(stream: CpuStream) -> N
 
     def measure(*company: Callable[[], object]) -> float:
         lazy = stream.launch([multiply, *company])
-        ratio = ratios.get(timeout=10)
+        ratio = ratios.get(timeout=60)
         gate.set()
         wait(lazy)
         stream.drain()
