@@ -5,6 +5,7 @@ Every failure names file and line.
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 Found = Iterator[tuple[int, str]]
 
 
-def sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+def sources(*folders: str, root: Path = ROOT) -> list[Path]:
+    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
 
 
 def imported(tree: ast.Module) -> Found:
@@ -152,14 +153,14 @@ def test_no_rule_finds_more(rule: Rule, text: str) -> None:
     assert not violations(rule, text)
 
 
-def run_python(code: str, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run_python(code: str, *args: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def modules(*folders: str) -> list[str]:
-    names = (path.relative_to(ROOT).with_suffix("").parts for path in sources(*folders))
+def modules(*folders: str, root: Path = ROOT) -> list[str]:
+    names = (path.relative_to(root).with_suffix("").parts for path in sources(*folders, root=root))
     return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
 
 
@@ -185,8 +186,13 @@ for name in sys.argv[1:]:
     run_python(code, *modules("ipc", "scheduler"))
 
 
-def test_every_module_can_be_imported_first() -> None:
-    """Each in a process of its own, forked from one that has only third parties loaded: a cycle shows at once."""
+def test_every_module_can_be_imported_first(tmp_path: Path) -> None:
+    """Each in a process of its own, forked from one that has only third parties loaded: a cycle shows at once.
+
+    Of a copy, since that takes a while, in which the files may be edited.
+    """
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     code = """
 import contextlib, importlib, os, sys, traceback
 for name in ("torch", "triton", "aiohttp.web", "tokenizers", "zmq", "uvloop", "supervisor.xmlrpc", "safetensors.torch"):
@@ -197,7 +203,8 @@ for name in sys.argv[1:]:
     pid = os.fork()
     if pid == 0:
         try:
-            importlib.import_module(name)
+            found = importlib.import_module(name).__file__
+            assert found.startswith(os.getcwd()), f"{name} comes from {found}"
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -207,7 +214,8 @@ for name in sys.argv[1:]:
         failed.append(name)
 sys.exit(f"cannot be imported alone: {', '.join(failed)}" if failed else 0)
 """
-    run_python(code, *[name for name in modules(*PACKAGES) if not name.endswith("__main__")])
+    names = [name for name in modules(*PACKAGES, root=tmp_path) if not name.endswith("__main__")]
+    run_python(code, *names, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
