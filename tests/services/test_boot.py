@@ -95,8 +95,7 @@ def test_a_signal_is_an_ordered_stop(run_dir: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(run_dir), "wait"], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     with child.stdout:
-        while "waiting" not in child.stdout.readline():
-            pass
+        assert any("waiting" in line for line in child.stdout)
         child.terminate()
         assert child.wait(10) == 0
     assert read_history(crash_file(run_dir, "gateway-0")).started == 0
@@ -109,8 +108,7 @@ def test_nothing_outlives_a_killed_parent(run_dir: Path) -> None:
     assert parent.stdout is not None
     with parent.stdout:
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
-        while "waiting" not in parent.stdout.readline():
-            pass
+        assert any("waiting" in line for line in parent.stdout)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         assert select.select([pidfd], [], [], 5)[0], "the child still runs 5 s after its parent was killed"
