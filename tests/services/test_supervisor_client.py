@@ -7,12 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
+from msgspec.structs import replace
 
 from services import supervisor_client
+from services.programs import rank_program
 from services.render import main_config
 from services.run_dir import StackError, take_lock
+from services.scheduler_main import end_late_rank
 from services.stack import logs_dir, start_supervisord, stop_supervisord
 from services.supervisor_client import ProcessInfo, SupervisorClient, SupervisorGone, SupervisorHangs, SupervisorRefused
 
@@ -209,6 +213,33 @@ def test_supervisord_stops_when_its_parent_is_killed(run_dir: Path) -> None:
     parent.kill()
     parent.wait()
     wait_for(lambda: gone(pid))
+
+
+def test_a_late_rank_is_killed_and_named_and_a_young_one_is_not(run_dir: Path) -> None:
+    told: list[tuple[str, object]] = []
+
+    def end(late_ms: int) -> list[tuple[str, object]]:
+        told.clear()
+        end_late_rank(run_dir, "m/0", 0, late_ms, lambda event, **fields: told.append((event, fields["program"])))
+        return told
+
+    rank = rank_program("m/0", 0)
+    (run_dir / "programs" / "m.conf").write_text(
+        f"[group:m-0]\nprograms={rank.name}\n[program:{rank.name}]\nprocess_name=rank-0\nstartretries=100\n"
+        f'command={sys.executable} -c "import time; time.sleep(60)"\n'
+    )
+    with SupervisorClient(run_dir) as client:
+        client.add_group("m-0")
+        wait_for(lambda: started(client, rank.full_name))
+        before = find(client, rank.full_name)
+        assert before is not None
+        assert end(1_000_000) == []
+        wait_for(lambda: (info := find(client, rank.full_name)) is not None and info.uptime_s > 1)
+        assert find(client, rank.full_name) == replace(before, now=ANY, statename=ANY)
+        assert end(2000) == [("rank_ended", "m-0-rank-0")]
+        wait_for(lambda: (info := find(client, rank.full_name)) is not None and info.pid not in (0, before.pid))
+    assert stop_supervisord(run_dir, 10, print)
+    assert end(2000) == [("rank_not_ended", "m-0-rank-0")]
 
 
 def test_logs_are_private(run_dir: Path) -> None:
