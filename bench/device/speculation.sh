@@ -3,7 +3,7 @@
 #
 #     bash bench/device/speculation.sh [--budget-s 240] [--shape llama-8b] [--size 1] [PART ...]
 #
-# Parts, in this order unless said otherwise: none mtp draft head vocab eagle http, and with --size 2 leader
+# Parts, in this order unless said otherwise: none mtp draft head vocab draft-vocab eagle http, and with --size 2 leader
 # (bench/micro/speculation_step.py says what they are). Each is a process with a share of the budget and a time limit; one
 # that fails does not stop the rest. COMMIT names what is measured, DATE when. To $OUT go
 # speculation_<shape>_<part>.{json,log}, as they come, and the result file <date>_<hardware>_speculation-<shape>.{json,md}.
@@ -17,11 +17,11 @@ while [ $# -gt 0 ]; do
         --budget-s) budget="$2" && shift 2 ;;
         --shape) shape="$2" && shift 2 ;;
         --size) size="$2" && shift 2 ;;
-        none | mtp | leader | draft | head | vocab | eagle | http) parts+=("$1") && shift ;;
+        none | mtp | leader | draft | draft-vocab | head | vocab | eagle | http) parts+=("$1") && shift ;;
         *) sed -n '2,11p' "${BASH_SOURCE[0]}" && exit 2 ;;
     esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(none mtp draft head vocab eagle http)
+[ ${#parts[@]} -gt 0 ] || parts=(none mtp draft head vocab draft-vocab eagle http)
 mkdir -p "$out"
 [ -n "${PYTHON:-}" ] || source bench/device/setup.sh
 python="${PYTHON:-python3}" device="${DEVICE:-cuda}" hardware="${HARDWARE:-h200}"
@@ -30,7 +30,7 @@ export PYTHONPATH="$PWD:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELI
 # no multicast object: one whose process is killed can put the host's GPUs out of service
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
-declare -A share=([none]=50 [mtp]=85 [leader]=50 [draft]=70 [head]=30 [vocab]=40 [eagle]=40 [http]=75) # seconds, of 240
+declare -A share=([none]=50 [mtp]=85 [leader]=50 [draft]=70 [draft-vocab]=40 [head]=30 [vocab]=40 [eagle]=40 [http]=75) # seconds, of 240
 GRACE_S=20 # of a part behind its share: what it does then, and its end
 
 left() { echo $((budget - ($(date +%s) - began))); }

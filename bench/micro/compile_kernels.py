@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime.jit import JITFunction
 
-from bench.micro.variants import PARTS, attention_tiles, rope_tiles
+from bench.micro.variants import PARTS, PLAIN_BLOCKS, TILED_BLOCKS, attention_tiles, rope_tiles
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.contain import contain
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part, embed_rms_norm
+from rose.kernels.few_rows import few_rows_product
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.pooling import Defaults, pool_rows
 from rose.kernels.qk_norm_rope import qk_norm_rope
@@ -91,8 +93,21 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from row_cases()
+    yield from few_rows_cases()
     yield from pooling_cases()
     yield from attention_cases()
+
+
+def few_rows_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    weight, norm = zeros(2 * 1024, 2048), (zeros(2048), 1e-5)
+    for block in (*TILED_BLOCKS, *PLAIN_BLOCKS):
+        for num_rows in (5,) if block.tiled else (1, 2):
+            x, rows, name = zeros(num_rows, 2048), zeros(num_rows, 2048), f"few rows {num_rows} {block[:5]}"
+            call = partial(few_rows_product, x, weight, block=block)
+            for along in (None,) if block.tiled else (None, norm):
+                yield f"{name} gated", partial(call, norm=along, gated=True)
+                yield f"{name} alone", partial(call, norm=along)
+            yield f"{name} add", partial(call, residual=rows)
 
 
 def row_cases() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -17,7 +17,7 @@ from typing import Any
 from bench.report import read
 
 MARGIN = 1.03
-DRAFTING = ("mtp", "leader", "vocab", "eagle", "draft")  # parts of the benchmark
+DRAFTING = ("mtp", "leader", "vocab", "eagle", "draft", "draft-vocab")  # parts of the benchmark
 PROPOSERS = {"mtp": "mtp", "draft": "draft_model"}  # whose tables are defaults
 TABLE = Path(__file__).parent.parent.parent / "rose" / "speculation" / "length_table.py"
 

@@ -3,8 +3,8 @@
     python -m bench.micro.speculation_step PART --shape llama-8b [--size 2] --out DIR [--budget-s 60]
 
 Parts: none (what the others are compared with), mtp, eagle (heads of one layer), leader (mtp, its head on the leader
-alone), vocab (mtp with drafts from the first DRAFT_VOCAB tokens alone), draft (llama-1b, for any shape but tiny), head
-(the pass that closes a step, alone), http.
+alone), draft (llama-1b, for any shape but tiny), vocab and draft-vocab (mtp's and its drafts from the first DRAFT_VOCAB
+tokens alone), head (the pass that closes a step, alone), http.
 The model always says one token, drafts are right with a chance (bench.steered_drafts); planner and ranks are real, two
 steps in flight, prompts of random ids, CONTEXT tokens known in the middle of what is timed. Writes
 DIR/speculation_<shape>_<part>.json as it goes; bench.micro.speculation_results makes the result file.
@@ -36,8 +36,8 @@ CONTEXT = 512
 PROMPTS = (512, 2048)  # tokens, of times to the first token
 NUM_PROMPTS = 5
 STEPS = {1: 50, 4: 30, 16: 24, 64: 16, 32: 16}  # of a window, by sequences
-PARTS = ("none", "mtp", "leader", "draft", "vocab", "eagle", "head", "http")
-LENGTHS = {"mtp": (1, 3, 2), "leader": (1, 3), "vocab": (3, 1), "eagle": (3,), "draft": (4, 2)}
+PARTS = ("none", "mtp", "leader", "draft", "draft-vocab", "vocab", "eagle", "head", "http")
+LENGTHS = {"mtp": (1, 3, 2), "leader": (1, 3), "vocab": (3, 1), "eagle": (3,), "draft": (4, 2), "draft-vocab": (4,)}
 DRAFT_VOCAB = 32_768
 MOST_SEQS = max(STEPS)
 
@@ -79,21 +79,23 @@ def cases(part: str, *, quick: bool) -> list[Case]:
 def speculation(options: Options) -> SpeculationConfig:
     """Of the part. Files are written where they are missing."""
     head = f"random:{options.shape}?head=mtp&says={SAYS}"
+    draft = f"random:{'tiny' if options.shape == 'tiny' else 'llama-1b'}?seed=1&says={SAYS}"
     sources = {
         "mtp": head,
         "leader": head,
         "vocab": head,
         "eagle": f"random:{options.shape}?head=eagle&says={SAYS}",
-        "draft": f"random:{'tiny' if options.shape == 'tiny' else 'llama-1b'}?seed=1&says={SAYS}",
+        "draft": draft,
+        "draft-vocab": draft,
     }
     if options.part not in sources:
         return SpeculationConfig()
     return SpeculationConfig(
-        proposer="draft_model" if options.part == "draft" else "mtp",
+        proposer="draft_model" if sources[options.part] == draft else "mtp",
         num_draft_tokens=max(LENGTHS[options.part]),
         draft_lengths=[],
         model=str(resolve_source(sources[options.part], options.cache)),
-        draft_vocab=(256 if options.shape == "tiny" else DRAFT_VOCAB) if options.part == "vocab" else None,
+        draft_vocab=(256 if options.shape == "tiny" else DRAFT_VOCAB) if options.part.endswith("vocab") else None,
         head_ranks="leader" if options.part == "leader" else "all",
     )
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from rose.kernels.few_rows import Block
 from rose.kernels.ragged_attention import Tiles
 
 EPS = 1e-6
@@ -25,6 +26,17 @@ GEMMS = (
     Gemm("down", 1024, 3072, "norm after"),
 )
 PARTS = (2, 4, 8)  # of a product's depth
+TILED_BLOCKS = (
+    Block(16, 256, 2, 4, 4, tiled=True),
+    Block(16, 512, 2, 3, 2, tiled=True),
+    Block(64, 128, 4, 4, 2, tiled=True),
+)
+PLAIN_BLOCKS = (
+    Block(4, 1024, 4, 3, 0),
+    Block(8, 1024, 4, 3, 2),
+    Block(4, 512, 2, 4, 2),
+    Block(4, 256, 1, 5, 4),
+)
 
 
 def attention_tiles(head_dim: int, length: int) -> list[Tiles]:

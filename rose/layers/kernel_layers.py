@@ -4,6 +4,7 @@ Model files stay as they are; what differs between devices is which of these cla
 """
 
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,14 @@ from rose.attention.interface import Attend, AttentionShape
 from rose.attention.paged import AppendsBefore
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part
+from rose.kernels.few_rows import MAX_ROWS, Block, block_of, few_rows_product
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
 from rose.layers.activation import activation
 from rose.layers.embedding import Embedding, PositionedEmbeddings
 from rose.layers.linear import ColumnLinear, FusedLinear, Linear, RowLinear, RowsLinear
-from rose.layers.mlp import SiluMul
+from rose.layers.mlp import GatedMlp
 from rose.layers.norm import LayerNorm, RMSNorm
 from rose.layers.rotary import Rotary, Turn, split_heads
 
@@ -34,6 +36,9 @@ class PartialSums:
         self.stream = stream
         self._parts: Tensor | None = parts
 
+    def __len__(self) -> int:
+        return len(self.stream)
+
     def norm(self, weight: Tensor, eps: float) -> Tensor:
         parts, self._parts = self._parts, None
         x, residual = (self.stream, None) if parts is None else (parts, self.stream)
@@ -46,11 +51,12 @@ class PartialSums:
 
 
 Stream = Tensor | PartialSums
+Along = tuple[Tensor, float] | None  # a norm that a product takes along: its weight and eps
 
 
 class KernelLinear(nn.Module):
-    """The residual addition is the product's own (beta = 1), or left to the next norm where a skinny product is split
-    or summed over ranks; an exact GELU takes the bias with it."""
+    """Of few rows, norm and residual addition are the product's own. Of more, the addition is (beta = 1), or it is left
+    to the next norm where a skinny product is split or summed over ranks; an exact GELU takes the bias with it."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -58,17 +64,21 @@ class KernelLinear(nn.Module):
         self._group = linear.group
         self._gelu = linear.act == "gelu"
         self._activation = None if linear.act in ("identity", "gelu") else activation(linear.act)
+        self._plain = self.bias is None and linear.act == "identity"
 
     def forward(self, x: Stream, *, norm: nn.Module | None = None, residual: Stream | None = None) -> Stream:
-        x = (x.added() if isinstance(x, PartialSums) else x) if norm is None else norm(x)
         residual = residual.added() if isinstance(residual, PartialSums) else residual
+        few = self._few_rows(x, norm)
+        if few is not None:
+            return self._one_kernel(*few, residual)
+        x = _normed(x, norm)
         if self._group.size > 1:
             y = self._group.all_reduce(self._part(x))
             return y if residual is None else PartialSums(residual, y[None])
         if self._gelu:
             y = F.linear(x, self.weight)
             y = gelu(y, self.bias, out=y)
-        elif residual is not None and self.bias is None and self._activation is None:
+        elif residual is not None and self._plain:
             parts = num_parts(len(x), *self.weight.shape)
             if parts > 1:
                 return PartialSums(residual, split_product(x, self.weight, parts))
@@ -78,6 +88,40 @@ class KernelLinear(nn.Module):
             y = y if self._activation is None else self._activation(y)
         return y if residual is None else residual.add_(y)
 
+    def gated(self, x: Stream, norm: nn.Module) -> Tensor:
+        """silu(gate) · up, gate and up being the two halves of what comes out."""
+        few = self._few_rows(x, norm, gated=True)
+        if few is None:
+            return silu_mul(cast(Tensor, self(x, norm=norm)))
+        x, along, block = few
+        return few_rows_product(x, self.weight, norm=along, gated=True, block=block)
+
+    def _few_rows(
+        self, x: Stream, norm: nn.Module | None, *, gated: bool = False
+    ) -> tuple[Tensor, Along, Block] | None:
+        """What one kernel reads of few rows, the norm that it takes along, how it works; None: this is not for it."""
+        if len(x) > MAX_ROWS or not self._plain or self.weight.dtype == torch.float32:
+            return None
+        along = None
+        if isinstance(norm, KernelRMSNorm) and isinstance(x, Tensor) and x.dtype == torch.bfloat16:
+            along = (norm.weight, norm.eps)
+        num_columns, depth = self.weight.shape
+        block = block_of(
+            len(x), num_columns // 2 if gated else num_columns, depth, gated=gated, norm=along is not None
+        )  # fmt: skip
+        if block is None:
+            return None
+        if along is None or block.tiled:
+            return _normed(x, norm), None, block
+        return cast(Tensor, x), along, block
+
+    def _one_kernel(self, x: Tensor, along: Along, block: Block, residual: Tensor | None) -> Stream:
+        if self._group.size == 1:
+            return few_rows_product(x, self.weight, norm=along, residual=residual, block=block)
+        out = self._group.room((len(x), len(self.weight)), x.dtype)
+        y = self._group.all_reduce(few_rows_product(x, self.weight, norm=along, out=out, block=block))
+        return y if residual is None else PartialSums(residual, y[None])
+
     def _part(self, x: Tensor) -> Tensor:
         """This rank's part of a sum over all, made where the sum reads it."""
         out = self._group.room((len(x), len(self.weight)), x.dtype)
@@ -86,6 +130,12 @@ class KernelLinear(nn.Module):
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+def _normed(x: Stream, norm: nn.Module | None) -> Tensor:
+    if norm is not None:
+        return cast(Tensor, norm(x))
+    return x.added() if isinstance(x, PartialSums) else x
 
 
 class KernelRMSNorm(nn.Module):
@@ -110,12 +160,13 @@ class KernelLayerNorm(nn.Module):
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, out=x)
 
 
-class KernelSiluMul(nn.Module):
-    def __init__(self, _: SiluMul) -> None:
+class KernelGatedMlp(nn.Module):
+    def __init__(self, mlp: GatedMlp) -> None:
         super().__init__()
+        self.gate_up_proj, self.down_proj = KernelLinear(mlp.gate_up_proj), KernelLinear(mlp.down_proj)
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+    def forward(self, x: Stream, norm: nn.Module) -> Stream:
+        return self.down_proj(self.gate_up_proj.gated(x, norm), residual=x)
 
 
 class KernelEmbedding(nn.Module):
@@ -196,7 +247,7 @@ KERNEL_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     RowsLinear: KernelLinear,
     RMSNorm: KernelRMSNorm,
     LayerNorm: KernelLayerNorm,
-    SiluMul: KernelSiluMul,
+    GatedMlp: KernelGatedMlp,
     Embedding: KernelEmbedding,
     PositionedEmbeddings: KernelPositionedEmbeddings,
     Rotary: KernelRotary,

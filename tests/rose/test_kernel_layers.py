@@ -1,9 +1,12 @@
 """Layers of fused kernels against the plain ones, in the interpreter: a stream whose sum is left to the next norm."""
 
+import pytest
 import torch
 
-from rose.layers.kernel_layers import KernelLinear, KernelRMSNorm, PartialSums
+from rose.kernels.few_rows import MAX_ROWS
+from rose.layers.kernel_layers import KernelGatedMlp, KernelLinear, KernelRMSNorm, PartialSums
 from rose.layers.linear import Linear
+from rose.layers.mlp import GatedMlp
 from rose.layers.norm import RMSNorm
 
 
@@ -34,3 +37,17 @@ def test_a_split_product_that_meets_no_norm_is_added_all_the_same() -> None:
     expected = product(x, residual=product(x, residual=stream.clone()))
     twice = KernelLinear(product)(x, residual=KernelLinear(product)(x, residual=stream))
     torch.testing.assert_close(KernelLinear(plain)(twice), plain(expected), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS, MAX_ROWS + 1])
+def test_a_gated_mlp_of_few_rows_and_of_more(num_rows: int) -> None:
+    torch.manual_seed(0)
+    mlp, norm = GatedMlp(64, 128).half().requires_grad_(False), RMSNorm(64, 1e-6).half().requires_grad_(False)
+    for parameter in (*mlp.parameters(), *norm.parameters()):
+        parameter.normal_(0.1, 0.2)
+    x = torch.randn(num_rows, 64).half()
+    expected = mlp(x.clone(), norm)
+    y = KernelGatedMlp(mlp)(x, KernelRMSNorm(norm))
+    added = y.added() if isinstance(y, PartialSums) else y
+    torch.testing.assert_close(added, expected, rtol=1e-2, atol=1e-2)
+    assert added.data_ptr() == x.data_ptr(), "the stream, in place"
