@@ -35,6 +35,20 @@ class _Chunk(NamedTuple):
     kv_length: int
     mask: Tensor | None  # bool [q, kv_length]; None: causal from the first key on
 
+    def attend(self, q: Tensor, cache: PagedKV, shape: AttentionShape) -> Tensor:
+        """q [n, num_heads, head_dim] -> the same."""
+        k, v = (x.index_select(0, self.blocks).flatten(0, 1)[: self.kv_length].transpose(0, 1)[None] for x in cache)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k,
+            v,
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=shape.scale,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )
+        return out[0].transpose(0, 1)
+
 
 class _Group(NamedTuple):
     """n rows of q new tokens each, padded to L keys."""
@@ -45,6 +59,23 @@ class _Group(NamedTuple):
     stale: Tensor  # int64: of the n * L gathered keys those that are none of their row's
     mask: Tensor  # float32 [n, 1, q, L]: 0 where a query sees a key, else -inf
 
+    def attend(self, q: Tensor, cache: PagedKV, shape: AttentionShape) -> Tensor:
+        """q [n * q, num_heads, head_dim] -> the same. Heads that share keys are further queries of one head."""
+        n, num_kv_heads, head_dim = self.num_rows, shape.num_kv_heads, shape.head_dim
+        num_shared = shape.num_heads // num_kv_heads
+        k, v = (
+            x.index_select(0, self.blocks)
+            .view(-1, num_kv_heads, head_dim)
+            .index_fill_(0, self.stale, 0)
+            .view(n, -1, num_kv_heads, head_dim)
+            .transpose(1, 2)
+            for x in cache
+        )
+        q = q.reshape(n, -1, num_kv_heads, num_shared, head_dim).permute(0, 2, 3, 1, 4)
+        mask = self.mask.to(q.dtype) if q.shape[3] == 1 else self.mask.to(q.dtype).repeat(1, 1, num_shared, 1)
+        out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=shape.scale)
+        return out.unflatten(2, q.shape[2:4]).permute(0, 3, 1, 2, 4).reshape(-1, shape.num_heads, head_dim)
+
 
 class _Pass:
     """One forward pass; counts its calls to know the layer."""
@@ -52,27 +83,27 @@ class _Pass:
     def __init__(self, rows: PagedRows, caches: Sequence[PagedKV]) -> None:
         self._caches = iter(caches)
         self._slot_mapping = rows.slot_mapping.long()
-        self._chunks: list[_Chunk] = []
+        self._parts: list[_Chunk | _Group] = []
         offsets, lengths = rows.cu_seqlens_q.tolist(), rows.kv_lengths.tolist()
         block_size = caches[0].block_size
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, kv_length in enumerate(lengths):
             q_length = offsets[row + 1] - offsets[row]
             if q_length > FEW_TOKENS:
-                self._chunks.append(_chunk(rows, row, offsets[row], q_length, kv_length, block_size))
+                self._parts.append(_chunk(rows, row, offsets[row], q_length, kv_length, block_size))
             elif q_length:
                 alike[q_length, (kv_length // block_size).bit_length()].append(row)
-        self._groups = [_group(rows, each, offsets, lengths, block_size) for each in alike.values()]
+        self._parts += [_group(rows, each, offsets, lengths, block_size) for each in alike.values()]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         cache = next(self._caches)
         cache.k.flatten(0, 1).index_copy_(0, self._slot_mapping, k)
         cache.v.flatten(0, 1).index_copy_(0, self._slot_mapping, v)
+        if len(self._parts) == 1:  # all tokens, in their order
+            return self._parts[0].attend(q, cache, shape)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for chunk in self._chunks:
-            out[chunk.tokens] = _attend_chunk(q[chunk.tokens], chunk, cache, shape)
-        for group in self._groups:
-            out[group.tokens] = _attend_group(q[group.tokens], group, cache, shape)
+        for part in self._parts:
+            out[part.tokens] = part.attend(q[part.tokens], cache, shape)
         return out
 
 
@@ -105,36 +136,3 @@ def _group(rows: PagedRows, members: list[int], offsets: list[int], lengths: lis
         stale=(keys > last_key[:, None]).flatten().nonzero().squeeze(1),
         mask=mask.masked_fill_(keys > last_visible[:, None, :, None], float("-inf")),
     )
-
-
-def _attend_chunk(q: Tensor, chunk: _Chunk, cache: PagedKV, shape: AttentionShape) -> Tensor:
-    """q [n, num_heads, head_dim] -> the same."""
-    k, v = (x.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.kv_length].transpose(0, 1)[None] for x in cache)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k,
-        v,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
-    return out[0].transpose(0, 1)
-
-
-def _attend_group(q: Tensor, group: _Group, cache: PagedKV, shape: AttentionShape) -> Tensor:
-    """q [n * q, num_heads, head_dim] -> the same. Heads that share keys are further queries of one head."""
-    n, num_kv_heads, head_dim = group.num_rows, shape.num_kv_heads, shape.head_dim
-    num_shared = shape.num_heads // num_kv_heads
-    k, v = (
-        x.index_select(0, group.blocks)
-        .view(-1, num_kv_heads, head_dim)
-        .index_fill_(0, group.stale, 0)
-        .view(n, -1, num_kv_heads, head_dim)
-        .transpose(1, 2)
-        for x in cache
-    )
-    q = q.reshape(n, -1, num_kv_heads, num_shared, head_dim).permute(0, 2, 3, 1, 4)
-    mask = group.mask.to(q.dtype) if q.shape[3] == 1 else group.mask.to(q.dtype).repeat(1, 1, num_shared, 1)
-    out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=shape.scale)
-    return out.unflatten(2, q.shape[2:4]).permute(0, 3, 1, 2, 4).reshape(-1, shape.num_heads, head_dim)

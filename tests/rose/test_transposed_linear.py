@@ -8,22 +8,24 @@ from torch import nn
 
 from rose.layers.linear import FusedLinear, Linear
 from rose.layers.norm import RMSNorm
-from rose.layers.transposed_linear import TransposedLinear, transpose_linears
+from rose.layers.transposed_linear import TransposedLinear, num_values, transpose_linears
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
 @pytest.mark.parametrize("act", ["identity", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [36, 384, 500], ids=["one panel", "two panels", "a panel not full"])
 @torch.inference_mode()
-def test_same_as_linear(num_rows: int, act: str, bias: bool) -> None:
+def test_same_as_linear(num_rows: int, act: str, bias: bool, width: int) -> None:
     torch.manual_seed(0)
-    linear = Linear(24, 36, bias=bias, act=act)
+    linear = Linear(24, width, bias=bias, act=act)
     for parameter in linear.parameters():
         parameter.normal_(std=0.2)
-    other = TransposedLinear(linear, torch.empty(900))
-    x, residual, norm = torch.randn(num_rows, 24), torch.randn(num_rows, 36), RMSNorm(24, 1e-6)
+    other = TransposedLinear(linear, torch.full((num_values(linear) + 7,), torch.nan))
+    x, residual, norm = torch.randn(num_rows, 24), torch.randn(num_rows, width), RMSNorm(24, 1e-6)
     norm.weight.uniform_(0.5, 1.5)
     torch.testing.assert_close(other(x), linear(x))
+    assert other(x).is_contiguous()
     torch.testing.assert_close(other(x, norm=norm), linear(x, norm=norm))
     added = residual.clone()
     result = other(x, residual=added)
