@@ -1,6 +1,6 @@
 """Greedy tokens with each proposer against those without, on random weights of a whole model; near ties are told apart.
 
-    python -m bench.micro.speculation_same --shape llama-8b [--dtype float32] [--size 1] --out DIR [--budget-s 120]
+    python -m bench.micro.speculation_same --shape llama-8b [--dtype float32] [--size 1] [--only CASE] --out DIR [--budget-s 120]
 
 Sequences of several lengths decode side by side, by the real planner and ranks (bench.decode_loop), two steps in
 flight, each a graph. Where a sequence differs, the margin between its two likeliest tokens says
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=sorted(NEAR_TIE))
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, help="where the models' files go; default: OUT/models")
@@ -117,7 +118,7 @@ def main() -> None:
         return RankSpec(directory, replace(base, speculation=drafts), size=args.size)
 
     expected, _ = say(spec(SpeculationConfig()), 0)
-    for name, drafts in proposers(args.shape, cache):
+    for name, drafts in (found for found in proposers(args.shape, cache) if args.only in found[0]):
         if time.perf_counter() - began > args.budget_s:
             print(f"{name}: left out, no time")
             continue
