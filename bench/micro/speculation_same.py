@@ -1,6 +1,6 @@
 """Greedy tokens with each proposer against those without, on random weights of a whole model; near ties are told apart.
 
-    python -m bench.micro.speculation_same --shape llama-8b [--dtype float32] [--size 1] [--only CASE] --out DIR [--budget-s 120]
+    python -m bench.micro.speculation_same --shape llama-8b [--dtype float32] [--size 1] [--only CASE] --out DIR
 
 Sequences of several lengths decode side by side, by the real planner and ranks (bench.decode_loop), two steps in
 flight, each a graph. Where a sequence differs, the margin between its two likeliest tokens says
