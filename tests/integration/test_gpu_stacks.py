@@ -36,6 +36,7 @@ PROMPTS = [[50 + i, 120, 7 * i + 3] for i in range(3)]
 LONG = 200  # tokens
 GONE_SECONDS = 10.0
 REPLICAS_SECONDS = 60.0
+ROWS_SECONDS = 30.0
 CONTEXT_BYTES = 100 << 20  # a process takes more than that of a GPU
 RANK = {
     "device": "cuda", "dtype": "float32", "memory_fraction": 0.3, "kv_cache_bytes": 1 << 24, "shared_sums": SHARED_SUMS
@@ -132,10 +133,9 @@ def test_replicas_on_two_gpus_share_the_work(tmp_path_factory: pytest.TempPathFa
         before = num_rows(stack)
         for _ in range(3):
             np.testing.assert_allclose(at_once(stack, rows), expected, atol=1e-4)
-        after = num_rows(stack)
+        answered = wait_for_rows(stack, before, 3 * len(rows))
         for gpu in range(2):
             assert torch.cuda.mem_get_info(gpu)[0] < free[gpu] - CONTEXT_BYTES
-    answered = {replica: after[replica] - before[replica] for replica in after}
     print(f"rows that each replica answered: {answered}")
     assert len(answered) == 2
     assert min(answered.values()) >= len(rows) / 2  # of three times as many
@@ -146,6 +146,16 @@ def wait_for_replicas(stack: Stack, number: int) -> None:
     end = time.monotonic() + REPLICAS_SECONDS
     while len(found := of_replicas(stack, "bouquet_rank_tokens_total")) < number:
         assert time.monotonic() < end, f"after {REPLICAS_SECONDS:g} s replicas {sorted(found)} alone have loaded"
+        time.sleep(0.2)
+
+
+def wait_for_rows(stack: Stack, before: dict[str, float], number: int) -> dict[str, float]:
+    """What each replica has answered since, once so many rows are counted: schedulers tell from time to time."""
+    end = time.monotonic() + ROWS_SECONDS
+    while True:
+        answered = {replica: rows - before.get(replica, 0.0) for replica, rows in num_rows(stack).items()}
+        if sum(answered.values()) >= number or time.monotonic() > end:
+            return answered
         time.sleep(0.2)
 
 
