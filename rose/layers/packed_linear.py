@@ -1,8 +1,9 @@
-"""Linear layers for float32 on CPU: weights packed once into oneDNN's blocked layout, activation fused.
+"""Linear layers on CPU: weights packed once into oneDNN's blocked layout, activation fused.
 
-The same operators that torch's own CPU compiler emits. On the processors measured they run 10 to 13 % faster than
-F.linear from 128 tokens on and about 30 % at 16. The layers of language models have
-rose.layers.transposed_linear instead.
+The same operators that torch's own CPU compiler emits. In float32, on the processors measured, they run 10 to 13 %
+faster than F.linear from 128 tokens on and about 30 % at 16; the layers of language models have
+rose.layers.transposed_linear instead. In bfloat16 F.linear packs weights in every call: a pass through SmolLM2's
+products on one core with AMX took 43 ms with 1 row and 59 with 64, and takes 29 and 38 (float32: 44 and 145).
 """
 
 import torch
@@ -49,10 +50,14 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every Linear of `model` where packing helps: float32 on CPU, in a torch built with oneDNN."""
+    """Replaces every Linear of `model` where packing helps: on CPU, in a torch built with oneDNN, float32 and, where
+    the processor has instructions for it, bfloat16."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not torch.backends.mkldnn.is_available():
         return
+    dtypes = [torch.float32]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes.append(torch.bfloat16)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Linear) and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+            if isinstance(child, Linear) and child.weight.dtype in dtypes and child.weight.device.type == "cpu":
                 setattr(parent, name, PackedLinear(child))
