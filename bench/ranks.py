@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -215,12 +216,13 @@ class _Group:
         return self._receive(ANSWER_S)
 
     def _receive(self, seconds: float) -> list[Any]:
-        answers = []
-        for pipe in self._pipes:
-            if not pipe.poll(seconds):
+        answers: dict[Any, Any] = {}
+        while len(answers) < len(self._pipes):  # in any order: one that has failed leaves the others waiting
+            ready = connection.wait([pipe for pipe in self._pipes if pipe not in answers], seconds)
+            if not ready:
                 raise RankFailed(f"a rank has not answered for {seconds:.0f} s")
-            answers.append(_checked(pipe.recv()))
-        return answers
+            answers |= {pipe: _checked(pipe.recv()) for pipe in self._pipes if pipe in ready}
+        return [answers[pipe] for pipe in self._pipes]
 
 
 class _GroupAnswer:

@@ -89,6 +89,7 @@ def run_largest_verify(trial: Trial) -> None:
     """The step with the most drafts."""
     facts, device = trial.facts, trial.device
     residents, caches, proposer = trial.open()
+    residents.sampler.state.reserve()  # of a step with penalties: ranks that draw nothing count, too
     buffers = DecodeBuffers(facts, residents.slots.block_table.shape[1], device)
     agreement = Agreement(trial.group, residents.slots)
     static = StaticDecoder(trial.model, residents, buffers, agreement, proposer)

@@ -23,11 +23,14 @@ from ipc.types import ModelFacts
 from rose import decoder_loader, encoder_loader
 from rose.config import RankConfig
 from rose.cuda_decoder import CudaDecoder
-from rose.cuda_decoder_load import load_cuda_decoder
+from rose.cuda_decoder_load import load_cuda_decoder, load_source
 from rose.cuda_stream import CudaStream
 from rose.decoder_loader import DecoderLoader
 from rose.distributed.group import Group, form_group, leaders
 from rose.distributed.shard import local_heads
+from rose.kv_cache import KVShape
+from rose.largest_steps import Trial, run_largest_prompts, run_largest_verify
+from rose.layers.kernel_layers import use_kernels
 from rose.model_runner import Loaded
 from rose.models.load import load_model
 from rose.runners import make_runner
@@ -309,14 +312,28 @@ class Roomy:
 
 
 def static_decoder(loader: DecoderLoader, directory: Path, config: RankConfig) -> CudaDecoder:
-    """The GPU's way, in the loader's group, over weights of its own."""
+    """The GPU's way, in the loader's group, over weights of its own; the largest steps first, as where there is memory
+    to measure."""
     device, group = torch.device("cpu"), loader.group
+    run_largest_steps(loader, directory, config)
     model = load_model(directory, loader._model_config, loader._task, device, torch.float32, group)
     decoder, loader.facts = load_cuda_decoder(
         model, local_heads(loader._model_config, group.size), loader.facts, config, device=device, dtype=torch.float32,
         tokenizer=directory / "tokenizer.json", shapes=directory / "shapes.json", group=group, stream=HostStream(),
     )  # fmt: skip
     return decoder
+
+
+def run_largest_steps(loader: DecoderLoader, directory: Path, config: RankConfig) -> None:
+    device, dtype, facts, group = torch.device("cpu"), torch.float32, loader.facts, loader.group
+    heads = local_heads(loader._model_config, group.size)
+    model: Any = load_model(directory, loader._model_config, loader._task, device, dtype, group)
+    source = load_source(model, heads, facts, config, directory, device, dtype, group)
+    use_kernels(model)
+    trial = Trial(model, source, KVShape.of(heads, dtype), facts, device, directory / "tokenizer.json", group)
+    if facts.max_draft_tokens:
+        run_largest_verify(trial)
+    run_largest_prompts(trial)
 
 
 _NO_FACTS = ModelFacts("none", "none", "embed", 1, 1, 1, 1, 1)

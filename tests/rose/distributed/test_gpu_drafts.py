@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.rose.distributed.ranks import SIZE, Ranks
-from tests.rose.distributed.test_drafts_of_ranks import MANY_BLOCKS, configure
-from tests.rose.speculation.matrix import BLOCK_BYTES, LIMITS, Matrix
+from tests.rose.distributed.test_drafts_of_ranks import configure
+from tests.rose.speculation.matrix import LIMITS, Matrix
 from tests.rose.speculation.replica import Replica
 from tests.rose.tiny_lm import write_llama
 
@@ -28,7 +28,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.mark.parametrize("kind", ["n_gram", "another model", "first layer", *HEADS])
 def test_tokens_are_those_without(gpus: Ranks, matrix: Matrix, tmp_path: Path, kind: str) -> None:
     speculation = configure(kind, matrix.directory, tmp_path)
-    settings = {"device": "cuda", "dtype": "float32", "capture": "lazy", "kv_cache_bytes": MANY_BLOCKS * BLOCK_BYTES}
+    settings = {"device": "cuda", "dtype": "float32", "capture": "lazy", "memory_fraction": 0.2}  # measured, as served
     runner = gpus.load(matrix.directory, speculation=speculation, **settings | LIMITS)
     replica = Replica(runner, runner.slots)  # type: ignore[arg-type]
     found = replica.run(matrix.jobs, random.Random(1), arrival=0.8)
