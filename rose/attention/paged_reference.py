@@ -77,13 +77,32 @@ class _Group(NamedTuple):
         return out.unflatten(2, q.shape[2:4]).permute(0, 3, 1, 2, 4).reshape(-1, shape.num_heads, head_dim)
 
 
+class _Token(NamedTuple):
+    """One new token of one row, which sees all of its keys."""
+
+    tokens: slice
+    blocks: slice | Tensor  # int32; a slice where they lie side by side, which copies nothing
+    kv_length: int
+
+    def attend(self, q: Tensor, cache: PagedKV, shape: AttentionShape) -> Tensor:
+        """q [1, num_heads, head_dim] -> the same. Heads that share keys are queries of one head."""
+        k, v = (
+            (x[self.blocks] if isinstance(self.blocks, slice) else x.index_select(0, self.blocks))
+            .view(-1, shape.num_kv_heads, shape.head_dim)[: self.kv_length]
+            .transpose(0, 1)[None]
+            for x in cache
+        )
+        q = q.reshape(1, shape.num_kv_heads, -1, shape.head_dim)
+        return F.scaled_dot_product_attention(q, k, v, scale=shape.scale).reshape(1, -1, shape.head_dim)
+
+
 class _Pass:
     """One forward pass; counts its calls to know the layer."""
 
     def __init__(self, rows: PagedRows, caches: Sequence[PagedKV]) -> None:
         self._caches = iter(caches)
         self._slot_mapping = rows.slot_mapping.long()
-        self._parts: list[_Chunk | _Group] = []
+        self._parts: list[_Chunk | _Group | _Token] = []
         offsets, lengths = rows.cu_seqlens_q.tolist(), rows.kv_lengths.tolist()
         block_size = caches[0].block_size
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -116,10 +135,22 @@ def _chunk(rows: PagedRows, row: int, begin: int, q_length: int, kv_length: int,
     return _Chunk(slice(begin, begin + q_length), blocks, kv_length, mask)
 
 
-def _group(rows: PagedRows, members: list[int], offsets: list[int], lengths: list[int], block_size: int) -> _Group:
+def _token(rows: PagedRows, row: int, begin: int, kv_length: int, block_size: int) -> _Token:
+    blocks = rows.block_table[row, : -(-kv_length // block_size)]
+    first, *others = blocks.tolist()
+    side_by_side = slice(first, first + 1 + len(others))
+    is_slice = others == list(range(side_by_side.start + 1, side_by_side.stop))
+    return _Token(slice(begin, begin + 1), side_by_side if is_slice else blocks, kv_length)
+
+
+def _group(
+    rows: PagedRows, members: list[int], offsets: list[int], lengths: list[int], block_size: int
+) -> _Group | _Token:
     device = rows.block_table.device
     first, last = members[0], members[-1]
     q_length = offsets[first + 1] - offsets[first]
+    if (len(members), q_length) == (1, 1):
+        return _token(rows, first, offsets[first], lengths[first], block_size)
     num_blocks = -(-max(lengths[row] for row in members) // block_size)
     tokens: Tokens = slice(offsets[first], offsets[last + 1])
     if offsets[last + 1] - offsets[first] != q_length * len(members):

@@ -18,8 +18,9 @@ from rose.kernels.launch import next_power_of_2, pdl
 
 MAX_ROWS = 32
 _LINE = tl.constexpr(64)  # values of 128 bytes
-_WIDE = 8192  # columns from which there are enough programs of 64
+_WIDE, _WIDE_OF_MANY = 8192, 5120  # columns for which there are enough programs of 64, for up to 16 rows and for more
 _NARROW = 4096  # columns of a product of several rows below which the library's are faster
+_MOST_VALUES = 1 << 17  # of x, which every program reads: with more, programs of 16 columns are slower
 
 
 class Block(NamedTuple):
@@ -188,15 +189,15 @@ def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False
     which only a block that is not tiled does."""
     if num_rows > MAX_ROWS or num_columns % 16 or depth % 64:
         return None
-    wide = num_columns >= _WIDE and num_columns % 64 == 0 and depth % 128 == 0
+    is_wide = num_columns >= (_WIDE if num_rows <= 16 else _WIDE_OF_MANY) and num_columns % 64 == 0 and depth % 128 == 0
     if num_rows == 1 and gated:
         return Block(4, 1024, 4, 3, 0)
-    if num_rows <= 2 and not gated and not (wide and not norm):
+    if num_rows <= 2 and not gated and (norm or not is_wide):
         if num_rows == 2:
             return Block(4, 256, 1, 5, 4) if norm else Block(4, 512, 2, 4, 2)
         return Block(8, 1024, 4, 3, 2) if depth >= 4096 else Block(4, 256, 1, 5, 4)
-    if wide:
+    if is_wide:
         return Block(64, 128, 4, 4, 2, tiled=True)
-    if num_columns < _NARROW:
+    if num_columns < _NARROW or num_rows > 16 or num_rows * depth > _MOST_VALUES:
         return None
     return Block(16, next(tile for tile in (512, 256, 128, 64) if depth % tile == 0), 2, 3, 2, tiled=True)

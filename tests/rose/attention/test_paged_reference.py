@@ -16,11 +16,13 @@ BLOCK_SIZE, NUM_LAYERS = 4, 2
 class Case:
     """Rows of (new tokens, all tokens); the cache holds NaN but for what the rows computed before."""
 
-    def __init__(self, rows: list[tuple[int, int]], shape: AttentionShape, max_blocks: int = 40) -> None:
+    def __init__(
+        self, rows: list[tuple[int, int]], shape: AttentionShape, max_blocks: int = 40, *, side_by_side: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.rows, self.shape = rows, shape
         num_blocks = sum(-(-length // BLOCK_SIZE) for _, length in rows) + 3
-        free = torch.randperm(num_blocks).tolist()
+        free = list(reversed(range(num_blocks))) if side_by_side else torch.randperm(num_blocks).tolist()
         size = (num_blocks + 1, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.caches = [PagedKV(torch.full(size, torch.nan), torch.full(size, torch.nan)) for _ in range(NUM_LAYERS)]
         self.table = torch.full((len(rows), max_blocks), num_blocks, dtype=torch.int32)
@@ -86,6 +88,15 @@ MANY = FEW_TOKENS + 5
 def test_against_plain_products(rows: list[tuple[int, int]], heads: tuple[int, int]) -> None:
     shape = AttentionShape(*heads, head_dim=16, scale=0.3, causal=True)
     case = Case(rows, shape)
+    for output, expected in zip(case.run(), case.expected(), strict=True):
+        torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rows", [[(1, 1)], [(1, 38)], [(MANY, 20), (1, 23)]], ids=["first", "decode", "beside a prompt"]
+)
+def test_blocks_that_lie_side_by_side(rows: list[tuple[int, int]]) -> None:
+    case = Case(rows, AttentionShape(6, 2, 16, 0.3, True), side_by_side=True)
     for output, expected in zip(case.run(), case.expected(), strict=True):
         torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=1e-5)
 

@@ -84,7 +84,7 @@ def test_every_block_fits_its_shape() -> None:
     assert block_of(MAX_ROWS + 1, 4096, 4096) is None
     assert block_of(3, 2048, 2048) is None, "the library splits its depth"
     shapes = [(3072, 2048), (2048, 8192), (4096, 14336), (6144, 4096), (28672, 4096), (128256, 4096), (4864, 896)]
-    for num_rows in (1, 2, 3, MAX_ROWS):
+    for num_rows in (1, 2, 3, 16, MAX_ROWS):
         for columns, depth in shapes:
             for gated, norm in ((False, False), (False, True), (True, True)):
                 block = block_of(num_rows, columns, depth, gated=gated, norm=norm)
