@@ -39,9 +39,10 @@ class Transformers:
         self._tokenizer = Tokenizer.from_file(str(setup.model_dir / "tokenizer.json"))
         gguf = {"gguf_file": "model.gguf"} if (setup.model_dir / "model.gguf").exists() else {}
         transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            setup.model_dir, dtype=self._dtype, attn_implementation="sdpa", **gguf
-        ).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            setup.model_dir, dtype=torch.float32, attn_implementation="sdpa", **gguf
+        )
+        self._model = model.to(self._dtype).eval()
         yield
         del self._model
 
