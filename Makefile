@@ -35,7 +35,7 @@ test-long: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m bench.micro.overhead
 	$(BIN)/python -m bench.run embeddings --peer sentence-transformers --peer onnxruntime
-	$(BIN)/python -m bench.run generation --peer transformers --peer transformers-bf16
+	$(BIN)/python -m bench.run generation --peer ours-in-process --peer transformers --peer transformers-bf16
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

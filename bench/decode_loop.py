@@ -4,6 +4,7 @@ The benchmark is the scheduler: plans, two steps in flight, real tables, no sock
 sequence decodes and its steps have run often enough to be captured.
 """
 
+import select
 import statistics
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 
-from bench.ranks import Answer, Ranks
+from bench.ranks import ANSWER_S, Answer, Ranks
 from ipc.step import StepPlan, StepResult
 from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
@@ -62,6 +63,7 @@ class DecodeLoop:
         self._num_seqs = len(prompts)
         self.num_tokens = self.num_steps = 0
         self.said: dict[int, list[TokenDelta]] = {}  # by sequence
+        self.said_at: dict[int, list[float]] = {}  # by the clock, of every one
         self._ended = 0
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=num_logprobs)
         for chunk_id, prompt in enumerate(prompts):
@@ -126,7 +128,7 @@ class DecodeLoop:
     def _finish(self) -> None:
         plan, answer = self._flying.popleft()
         while not answer.ready():
-            time.sleep(0)  # the threads of a rank on a CPU need the interpreter, too
+            _wait(answer)
         for reply in self._planner.apply(StepResult(0, plan.step), self._ranks.slots[plan.slot], 1.0):
             message = reply.message
             if not isinstance(message, TokenChunk):
@@ -134,6 +136,7 @@ class DecodeLoop:
             for delta in message.deltas:
                 self.num_tokens += len(delta.tokens)
                 self.said.setdefault(delta.chunk_id, []).append(delta)
+                self.said_at.setdefault(delta.chunk_id, []).append(self._clock())
                 self._ended += bool(delta.finish_reason)
         self._free.append(plan.slot)
         self.num_steps += 1
@@ -142,6 +145,14 @@ class DecodeLoop:
         """Rows with drafts so far, and the drafts that were right."""
         figures = self._stats.generation
         return (figures.num_drafts, figures.num_accepted_tokens) if figures else (0, 0)
+
+
+def _wait(answer: Answer) -> None:
+    """A rank's threads on a CPU need the core and the interpreter: it says when it is done. A GPU is asked again."""
+    if (descriptor := answer.fileno()) >= 0:
+        select.select([descriptor], [], [], ANSWER_S)
+    else:
+        time.sleep(0)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

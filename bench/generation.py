@@ -22,6 +22,7 @@ from bench.workloads import load_tokenizer
 
 AGREEMENT_PROMPTS, AGREEMENT_LENGTH, AGREEMENT_TOKENS = 8, 64, 16
 GOAL = ">= 1.0x"
+OWN = {"ours": "", "ours-in-process": " in process"}  # what their cases are called besides
 PAUSE_S = 0.3  # between peers: threads of the last one go to sleep
 
 
@@ -115,18 +116,22 @@ def agreement(peers: list[GeneratingPeer], texts: dict[str, list[str]]) -> list[
 
 
 def rows(cases: list[Case], peers: list[GeneratingPeer], samples: Samples) -> list[Row]:
-    ours, *others = peers
+    """Of ours over HTTP against every peer, and of our rank in process, where it was measured, likewise."""
+    own = [peer for peer in peers if peer.name in OWN]
+    others = [peer for peer in peers if peer.name not in OWN]
     found = []
     for case in cases:
-        if not (mine := samples.get((case.name, ours.name))):
-            continue
-        theirs = [(peer, samples[case.name, peer.name]) for peer in others if (case.name, peer.name) in samples]
-        for metric, value in figures(case, mine).items():
-            for peer, results in theirs:
-                row = compare(case.table, case.name, metric, value, figures(case, results)[metric], peer.label)
-                found.append(structs.replace(row, goal=GOAL if metric.endswith("tokens_per_s") else None))
-            if not theirs:
-                found.append(Row(case.table, case.name, metric, round(value, 4)))
+        for peer in own:
+            if not (mine := samples.get((case.name, peer.name))):
+                continue
+            name = case.name + OWN[peer.name]
+            theirs = [(other, samples[case.name, other.name]) for other in others if (case.name, other.name) in samples]
+            for metric, value in figures(case, mine).items():
+                for other, results in theirs:
+                    row = compare(case.table, name, metric, value, figures(case, results)[metric], other.label)
+                    found.append(structs.replace(row, goal=GOAL if metric.endswith("tokens_per_s") else None))
+                if not theirs:
+                    found.append(Row(case.table, name, metric, round(value, 4)))
     return found
 
 

@@ -48,6 +48,9 @@ class RankSpec(Struct, frozen=True):
 class Answer(Protocol):
     def ready(self) -> bool: ...
 
+    def fileno(self) -> int:
+        """Readable once it is ready; -1: only asking tells."""
+
 
 class Ranks(Protocol):
     facts: ModelFacts
@@ -231,6 +234,9 @@ class _GroupAnswer:
 
     def ready(self) -> bool:
         return self._group.is_answered(self._step)
+
+    def fileno(self) -> int:
+        return -1
 
 
 def _slots(ring: StepRing) -> list[Arrays]:

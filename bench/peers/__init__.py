@@ -30,6 +30,7 @@ HTTP_PEERS = {
 }
 GENERATING_PEERS = {
     "ours": "bench.peers.ours_generating:OursGenerating",
+    "ours-in-process": "bench.peers.ours_in_process:OursInProcess",
     "transformers": "bench.peers.transformers:float32",
     "transformers-bf16": "bench.peers.transformers:bfloat16",
     "vllm": "bench.peers.vllm_generating:VllmGenerating",

@@ -12,6 +12,7 @@ from bench import generation
 from bench.generation import CPU_CASES, GPU_CASES, Case, Options, figures, shortened
 from bench.load import LoadResult
 from bench.peers import GENERATING_PEERS, GeneratingSetup
+from bench.peers.ours_in_process import OursInProcess
 from bench.peers.transformers import float32
 from bench.peers.vllm_generating import VllmGenerating
 from bench.report import new_report
@@ -118,6 +119,36 @@ def test_the_cases_cover_what_is_promised() -> None:
     assert {case.length for case in GPU_CASES if case.is_prefill} == {512, 8192}
     assert {case.in_flight for case in CPU_CASES if not case.is_prefill} == {1, 8}
     assert all(case.length <= 48 and case.in_flight <= 4 for case in shortened(GPU_CASES))
+
+
+def test_our_rank_in_process_generates_as_transformers_does(tmp_path: Path) -> None:
+    theirs = save(transformers.LlamaForCausalLM, llama_config(), tmp_path)
+    word_tokenizer(tmp_path)
+    prompts = [[3, 4, 5], [9, 8, 7], [1, 2, 6], [2, 2, 2]]
+    peer = OursInProcess()
+    with peer.launch(setup(tmp_path)):
+        result = peer.generate(prompts, num_tokens=4, in_flight=2, num_warmup=2)
+        text = peer.complete(prompts[0], 5)
+    assert (len(result.first_ms), len(result.gaps_ms), result.num_tokens) == (2, 6, [4, 4])
+    assert min(result.first_ms) > 0
+    assert max(result.first_ms) < min(result.latencies_ms) <= result.seconds * 1000
+    expected = theirs.generate(
+        input_ids=theirs.dummy_inputs["input_ids"].new_tensor(prompts[:1]), max_new_tokens=5, do_sample=False,
+        eos_token_id=-1, pad_token_id=0,
+    )  # fmt: skip
+    assert text.split() == ["[UNK]" if i == 0 else f"w{i}" for i in expected[0, 3:].tolist()]
+
+
+def test_our_rank_in_process_has_rows_of_its_own() -> None:
+    log: list[str] = []
+    peers = [StillPeer("ours", log), StillPeer("ours-in-process", log), StillPeer("theirs", log)]
+    case = Case("decode", 8, 3, 1, 2)
+    samples = {(case.name, peer.name): [TIMED] for peer in peers}
+    found = generation.rows([case], peers, samples)  # type: ignore[arg-type]
+    assert {(row.case, row.peer_name) for row in found} == {
+        (case.name, "theirs"),
+        (f"{case.name} in process", "theirs"),
+    }
 
 
 def test_every_peer_has_its_file() -> None:
