@@ -40,6 +40,11 @@ class TransposedLinear(nn.Module):
         self._group = linear.group
         self._activation = None if linear.act == "identity" else activation(linear.act)
 
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], in new memory."""
+        return self._panels.transpose(1, 2).flatten(0, 1)[: self._out_features].clone()
+
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         x = x if norm is None else norm(x)
         is_wide = len(self._panels) > 1
@@ -53,7 +58,7 @@ class TransposedLinear(nn.Module):
 
     def _by_panels(self, x: Tensor) -> Tensor:
         y = torch.bmm(x.expand(len(self._panels), *x.shape), self._panels)  # [panels, T, width]
-        return y.transpose(0, 1).reshape(len(x), -1)[:, : self._out_features].contiguous()
+        return y.transpose(0, 1).flatten(1)[:, : self._out_features].contiguous()
 
 
 def transpose_linears(model: nn.Module) -> None:

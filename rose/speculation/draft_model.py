@@ -28,7 +28,7 @@ from rose.models.registry import find_class
 from rose.models.task import read_task
 from rose.slots import RowInputs
 from rose.speculation.draft_vocab import Logits, draft_logits
-from rose.speculation.drafting import DraftLM, Draws, use_device_head
+from rose.speculation.drafting import DraftLM, Draws, use_device_layers
 from rose.speculation.heads import is_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
@@ -138,7 +138,7 @@ def load_draft_model(config: SpeculationConfig, target: Target) -> ProposerSourc
     directory = Path(str(config.model))
     task = read_task(directory, shape, "generate")
     model = load_model(directory, shape, task, target.device, target.dtype)
-    use_device_head(model, target.device)
+    use_device_layers(model, target.device)
     logits = draft_logits(model, config, target.facts.vocab_size, ALONE, directory)
     return _DraftModelSource(model, logits, KVShape.of(shape, target.dtype), config)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rose.config import SpeculationConfig
 from rose.distributed.group import Group
@@ -45,18 +45,20 @@ def draft_logits(
     model: Any, config: SpeculationConfig, vocab_size: int, group: Group, directory: Path, *, keeps_head: bool = True
 ) -> Logits:
     """What drafts are drawn by: of `model` (in `directory`), whose head is all there. `keeps_head`: it stays there,
-    whatever is drafted; else the rows that draft do not hold on to the others' memory. Raises ModelError.
+    whatever is drafted, and rows of it need no memory of their own. Raises ModelError.
     """
     ids = read_draft_ids(config, vocab_size, group.size, directory)
     if ids is None:
         logits: Logits = model.logits
         return logits
-    weight: Tensor = model.lm_head.weight.detach()
+    weight: Tensor = model.lm_head.weight
     places = torch.tensor(ids, device=weight.device)
     if not isinstance(ids, range):
-        rows = weight[places]
-    else:
-        rows = weight[: len(ids)] if keeps_head else weight[: len(ids)].clone()
+        rows = weight.detach()[places]
+    elif keeps_head and isinstance(weight, nn.Parameter):
+        rows = weight.detach()[: len(ids)]
+    else:  # a layer for CPUs has made it for this
+        rows = weight.detach()[: len(ids)].clone()
     return DraftVocab(rows, places, vocab_size)
 
 

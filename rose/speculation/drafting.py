@@ -74,16 +74,8 @@ def use_device_layers(model: nn.Module, device: torch.device) -> None:
     """Puts the layers of `model` that its device is fast with in place of the plain ones."""
     if device.type == "cpu":
         transpose_linears(model)
+        pack_linears(model)  # what is not float32
         return
     from rose.layers.kernel_layers import use_kernels  # needs Triton
 
     use_kernels(model)
-
-
-def use_device_head(model: nn.Module, device: torch.device) -> None:
-    """The same for a whole language model: on CPU its head is better packed."""
-    if device.type == "cpu":
-        transpose_linears(model.get_submodule("model"))
-        pack_linears(model)
-        return
-    use_device_layers(model, device)

@@ -30,7 +30,7 @@ from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.speculation import kernels
 from rose.speculation.draft_vocab import Logits, draft_logits, read_draft_ids
-from rose.speculation.drafting import Draws, use_device_head, use_device_layers
+from rose.speculation.drafting import Draws, use_device_layers
 from rose.speculation.heads import DraftHead, check_head, load_head
 from rose.speculation.kept_blocks import KeptBlocks, num_kept
 from rose.speculation.no_drafts import load_no_drafts, no_drafts
@@ -135,10 +135,8 @@ class _MtpSource:
         self, head: DraftHead, kv_shape: KVShape, config: SpeculationConfig, target: Target, *, keeps_head: bool = True
     ) -> None:
         self.kv_shape: KVShape | None = kv_shape
-        self._head, self._target = (
-            head,
-            cast(LlamaForCausalLM, target.model).model,
-        )  # kernels may yet take its layers' places
+        self._head = head
+        self._target = cast(LlamaForCausalLM, target.model).model  # in which kernels may yet take layers' places
         self._logits = draft_logits(
             target.model, config, target.facts.vocab_size, target.group, target.directory, keeps_head=keeps_head
         )
@@ -176,7 +174,7 @@ def load_ends(target: Target) -> nn.Module:
     ends = load_model(
         target.directory, config, GenerateTask(()), target.device, target.dtype, left_out=("model.layers.",)
     )
-    use_device_head(ends, target.device)
+    use_device_layers(ends, target.device)
     return ends
 
 

@@ -11,7 +11,7 @@ from rose.layers.norm import RMSNorm
 from rose.layers.transposed_linear import TransposedLinear, num_values, transpose_linears
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 40])
 @pytest.mark.parametrize("act", ["identity", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [36, 384, 500], ids=["one panel", "two panels", "a panel not full"])
@@ -25,6 +25,7 @@ def test_same_as_linear(num_rows: int, act: str, bias: bool, width: int) -> None
     x, residual, norm = torch.randn(num_rows, 24), torch.randn(num_rows, width), RMSNorm(24, 1e-6)
     norm.weight.uniform_(0.5, 1.5)
     torch.testing.assert_close(other(x), linear(x))
+    assert torch.equal(other.weight, linear.weight)
     assert other(x).is_contiguous()
     torch.testing.assert_close(other(x, norm=norm), linear(x, norm=norm))
     added = residual.clone()

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rose.config import SpeculationConfig
 from rose.kernels.draft_rows import spread_logits
 from rose.models.config import ModelError
 from rose.speculation.draft_vocab import DraftVocab
+from tests.rose.speculation.heads_random import write_random_head
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
-from tests.rose.speculation.whole_steps import MIXED, K, World, write_models
+from tests.rose.speculation.whole_steps import MIXED, K, World, configure, write_models
 from tests.rose.tiny_lm import VOCAB_SIZE, write_llama, write_relative
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,10 +74,12 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(write_llama(tmp_path_factory.mktemp("target"), tokenizer=True))
 
 
-def test_greedy_tokens_are_those_without_drafts(matrix: Matrix, tmp_path: Path) -> None:
-    """A target that says tokens outside, too."""
-    model = write_relative(tmp_path / "model", matrix.directory, noise=0.1)
-    speculation = SpeculationConfig(proposer="draft_model", model=str(model), num_draft_tokens=3, draft_vocab=160)
+@pytest.mark.parametrize("kind", ["another model", "first layer", "mtp"])
+def test_greedy_tokens_are_those_without_drafts(matrix: Matrix, tmp_path: Path, kind: str) -> None:
+    """A target that says tokens outside, too; its head is one for a CPU, as served."""
+    write_relative(tmp_path / "another model", matrix.directory, noise=0.1)
+    write_random_head(tmp_path / "mtp", matrix.directory, "mtp")
+    speculation = configure(tmp_path, kind, num_draft_tokens=3, draft_vocab=160)
     runner = make_runner(matrix.directory, speculation, 2 * SMALL_CACHE)
     figures = matrix.check_together(runner).figures
     runner.close()
