@@ -23,15 +23,15 @@ MAX_ID_CHARS = 128
 class Admission:
     """How many requests are worked on at a time; `with` it around each, before anything is encoded."""
 
-    def __init__(self, limit: int, of_model: str | None = None) -> None:
-        self._limit = limit
-        self._whose = "" if of_model is None else f" for model {of_model!r}"
+    def __init__(self, limit: int, whose: str) -> None:
+        """`whose` requests they are, for who is refused."""
+        self._limit, self._whose = limit, whose
         self.in_use = 0
 
     def __enter__(self) -> None:
         """Raises Overloaded."""
         if self.in_use >= self._limit:
-            text = f"this gateway process has its {self._limit} requests{self._whose} (max_concurrent_requests)"
+            text = f"this gateway process has its {self._limit} requests {self._whose} (max_concurrent_requests)"
             raise Overloaded(f"{text}; try again later", retry_after_ms=RETRY_AFTER_MS)
         self.in_use += 1
 

@@ -31,8 +31,8 @@ class Gateway:
         # the requests of all models, before anything is read; and of each, so that one whose replicas are dead or slow
         # keeps no place that another's need
         limit = config.max_concurrent_requests
-        self.admission = Admission(limit * len(models))
-        self.admission_of = {name: Admission(limit, name) for name in models}
+        self.admission = Admission(limit * len(models), f"in all, {limit} for each model")
+        self.admission_of = {name: Admission(limit, f"for model {name!r}") for name in models}
         self.draining = False
         self.started_at = int(time.time())
 

@@ -42,6 +42,7 @@ _RANGES: list[tuple[str, float, float]] = [
     ("gateway_heartbeat_ms", 4_000, _DAY_MS),  # gateways say one every 500 ms, and notice a standstill of 3 s
     ("rank_heartbeat_ms", 3_000, _DAY_MS),  # ranks say one every second
     ("canary_interval_ms", 100, 10_000),  # readiness means a recent forward pass
+    ("hello_deadline_ms", 2_000, _DAY_MS),  # supervisord tells ages in whole seconds
     (".*_ms", 1, _DAY_MS),
     ("spin_us", 0, 1_000_000),
 ]

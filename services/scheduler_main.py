@@ -59,7 +59,10 @@ def end_late_rank(run_dir: Path, replica: str, rank: int, late_ms: int, log: Log
             for info in client.processes():
                 if info.full_name == program.full_name and info.uptime_s * 1000 > late_ms / 2:
                     client.kill(program.full_name)
-                    reason = f"it has not said Hello within {late_ms} ms (hello_deadline_ms)"
+                    reason = (
+                        f"no Hello from it for {late_ms} ms (scheduler.hello_deadline_ms): it hangs or is halted; "
+                        "where imports take that long, raise the deadline"
+                    )
                     log("rank_ended", level="error", program=program.name, pid=info.pid, reason=reason)
     except (SupervisorGone, SupervisorRefused) as error:
         log("rank_not_ended", level="warning", program=program.name, reason=str(error))

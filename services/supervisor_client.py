@@ -135,7 +135,7 @@ class SupervisorClient:
         except TimeoutError as error:
             self._transport.close()  # its answer may still come
             raise SupervisorHangs(f"supervisord has not answered within {TIMEOUT_S:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, xmlrpc.client.ProtocolError) as error:
             raise SupervisorGone(f"supervisord does not answer ({error})") from error
         except KeyboardInterrupt:
             self._transport.close()  # half an answer is under way: the next call needs a connection of its own

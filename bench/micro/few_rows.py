@@ -120,10 +120,10 @@ def measure(product: Product, num_rows: int) -> list[dict[str, Any]]:
     for way, call in ways(product, inputs):
 
         def found(call: Callable[[Tensor], Tensor] = call) -> dict[str, Any]:
-            before = inputs.residual.clone()
-            got, want = call(matrices[0]), exact(product, inputs._replace(residual=before), matrices[0])
+            residual = inputs.residual.clone()
+            got, want = call(matrices[0]), exact(product, inputs._replace(residual=residual), matrices[0])
             if got.dim() == 3:  # partial sums, which the next norm adds
-                got = got.float().sum(0) + before.float()
+                got = got.float().sum(0) + residual.float()
             error = relative_error(got, want)
             inputs.residual.zero_()
             calls = [partial(call, matrix) for matrix in matrices]

@@ -1,8 +1,9 @@
 """Attention over a paged cache in torch's own operators: the reference, and what runs on CPU.
 
 Reads lengths on the host, so it waits for a device that is none. Rows of as many new tokens (a few) and about the same
-length are one call, padded to the longest; a longer chunk of a prompt is a call of its own. What lies behind a row's
-last key, NaN for all that is known, never meets another number: it is cut off or overwritten after the gathering.
+length are one call, padded to the longest; a longer chunk of a prompt is a call of its own, and so is a lone new token,
+whose keys are not copied where they lie side by side. What lies behind a row's last key, NaN for all that is known, never
+meets another number: it is cut off, or overwritten after the gathering.
 """
 
 from collections import defaultdict

@@ -105,10 +105,9 @@ class KernelLinear(nn.Module):
         along = None
         if isinstance(norm, KernelRMSNorm) and isinstance(x, Tensor) and x.dtype == torch.bfloat16:
             along = (norm.weight, norm.eps)
-        num_columns, depth = self.weight.shape
-        block = block_of(
-            len(x), num_columns // 2 if gated else num_columns, depth, gated=gated, norm=along is not None
-        )  # fmt: skip
+        num_outputs, depth = self.weight.shape
+        num_columns = num_outputs // 2 if gated else num_outputs
+        block = block_of(len(x), num_columns, depth, gated=gated, norm=along is not None)
         if block is None:
             return None
         if along is None or block.tiled:

@@ -11,7 +11,7 @@ from gateway.generate_answer import Answer, AnswerForm
 from gateway.held_text import HeldText, Leading
 from gateway.reasoning import Reasoning
 from gateway.tasks import Piece
-from gateway.tool_calls import HERMES, LLAMA, ArgumentsDelta, CallStart, Content, ToolCallParser
+from gateway.tool_calls import HERMES, LLAMA, ArgumentsDelta, CallStart, Content, ToolCallParser, ToolFormat
 from tests.gateway.pieces import cut, cuts
 
 NUM_PIECES = 3000
@@ -72,9 +72,8 @@ def test_thinking(begin: str, end: str, num_copied: Callable[[], int]) -> None:
     [(HERMES, begin) for begin in ("", "a", "<tool_call>", "<tool_call>[", "<tool_call>" + CALL, "<tool_call>[" + CALL)]
     + [(LLAMA, begin) for begin in ("", "a", "<|python_tag|>", CALL, CALL + ";<|python_tag|>")],
 )
-def test_tool_calls(form: object, begin: str, end: str, num_copied: Callable[[], int]) -> None:
-    assert form in (HERMES, LLAMA)
-    parser = ToolCallParser(HERMES if form == HERMES else LLAMA)
+def test_tool_calls(form: ToolFormat, begin: str, end: str, num_copied: Callable[[], int]) -> None:
+    parser = ToolCallParser(form)
     parser.feed(begin)
     events = [event for _ in range(NUM_PIECES) for event in parser.feed(Counted(" "))]
     events += parser.feed(end) + parser.finish()

@@ -77,7 +77,9 @@ async def test_too_many_at_once_is_a_429_before_anything_is_read(make_stack: Mak
     async with stack.http.post("/v1/embeddings", data=b"not even JSON") as response:
         assert response.status == 429
         assert int(response.headers["Retry-After"]) >= 1
-        assert (await response.json())["error"]["code"] == "overloaded"
+        error = (await response.json())["error"]
+        assert error["code"] == "overloaded"
+        assert "its 2 requests in all, 2 for each model (max_concurrent_requests)" in error["message"]
     scheduler.hold = False
     scheduler.release()
     assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]

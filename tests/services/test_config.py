@@ -91,6 +91,10 @@ def test_paths_become_absolute() -> None:
         ({"gateway": {"num_gateways": 0}}, "gateway.num_gateways: must be 1..64, got 0"),
         ({"gateway": {"timeout_ms": -5}}, "gateway.timeout_ms: must be 1..86400000, got -5"),
         (
+            {"scheduler": {"hello_deadline_ms": 500}},
+            "scheduler.hello_deadline_ms: must be 2000..86400000, got 500",
+        ),
+        (
             {"scheduler": {"gateway_heartbeat_ms": 500}},
             "scheduler.gateway_heartbeat_ms: must be 4000..86400000, got 500",
         ),
