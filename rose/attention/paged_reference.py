@@ -2,8 +2,8 @@
 
 Reads lengths on the host, so it waits for a device that is none. Rows of as many new tokens (a few) and about the same
 length are one call, padded to the longest; a longer chunk of a prompt is a call of its own, and so is a lone new token,
-whose keys are not copied where they lie side by side. What lies behind a row's last key, NaN for all that is known, never
-meets another number: it is cut off, or overwritten after the gathering.
+whose keys are not copied where they lie side by side. What lies behind a row's last key, NaN for all that is known,
+never meets another number: it is cut off, or overwritten after the gathering.
 """
 
 from collections import defaultdict
