@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from rose.kernels.few_rows import MAX_ROWS
+from rose.distributed.group import Alone
+from rose.kernels.few_rows import MAX_ROWS, block_of
 from rose.layers.kernel_layers import KernelGatedMlp, KernelLinear, KernelRMSNorm, PartialSums
 from rose.layers.linear import Linear
 from rose.layers.mlp import GatedMlp
@@ -51,3 +53,36 @@ def test_a_gated_mlp_of_few_rows_and_of_more(num_rows: int) -> None:
     added = y.added() if isinstance(y, PartialSums) else y
     torch.testing.assert_close(added, expected, rtol=1e-2, atol=1e-2)
     assert added.data_ptr() == x.data_ptr(), "the stream, in place"
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_few_rows_of_a_product_that_is_summed_over_ranks(has_room: bool) -> None:
+    torch.manual_seed(0)
+    rooms: list[torch.Tensor] = []
+
+    class Twins(Alone):
+        """Two ranks that hold the same."""
+
+        size = 2
+
+        def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+            rooms.append(torch.full(shape, torch.nan, dtype=dtype))
+            return rooms[-1] if has_room else None
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            assert (x is rooms[-1]) == has_room
+            return x + x
+
+    part = Linear(64, 48, bias=False).half().requires_grad_(False)
+    part.weight.normal_(0.0, 0.2)
+    part.group = Twins()
+    x, stream = torch.randn(2, 64).half(), torch.randn(2, 48).half()
+    expected, before = 2 * F.linear(x, part.weight), stream.clone()
+    assert block_of(len(x), *part.weight.shape) is not None
+    y = KernelLinear(part)(x)
+    assert isinstance(y, torch.Tensor)
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    left = KernelLinear(part)(x, residual=stream)
+    assert isinstance(left, PartialSums), "left to the next norm"
+    torch.testing.assert_close(stream, before)
+    torch.testing.assert_close(left.added(), before + expected, rtol=1e-2, atol=1e-2)
