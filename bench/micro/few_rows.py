@@ -2,14 +2,18 @@
 
     python -m bench.micro.few_rows [--out DIR] [--only NAME] [--rows M …] [--budget-s 120]
 
+    python -m bench.micro.few_rows --results-of DIR/few_rows.json --commit C --date D [--note TEXT …]
+
 Llama's 8B and 1B shapes, and 70B's on each of two GPUs. Weights rotate, so that none is in the L2. As before is a norm,
 the library's product, SwiGLU or the addition; each way's error is against float32.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -27,8 +31,9 @@ from bench.micro.gpu_timing import (
     warm_cache,
 )
 from bench.micro.variants import PLAIN_BLOCKS, TILED_BLOCKS
+from bench.report import Report, compare, write
 from rose.kernels.activation import silu_mul
-from rose.kernels.few_rows import Block, few_rows_product
+from rose.kernels.few_rows import Block, block_of, few_rows_product
 from rose.kernels.norm import add_rms_norm
 from rose.kernels.split_product import num_parts, split_product
 
@@ -146,13 +151,49 @@ def line(records: list[dict[str, Any]]) -> str:
     return f"{head}  {best}  wrong {wrong} failed {failed}"
 
 
+def results(document: dict[str, Any], *, commit: str, date: str, notes: list[str]) -> Report:
+    """Of every product for which there is a block: that one's time against the time before."""
+    rows, times = [], {(r["product"], r["rows"], r["way"]): r["us"] for r in document["records"] if "us" in r}
+    for name, num_rows in dict.fromkeys((record["product"], record["rows"]) for record in document["records"]):
+        product = next(found for found in PRODUCTS if found.name == name)
+        block = block_of(
+            num_rows, product.columns, product.depth, gated=product.around == "gated",
+            norm=product.around in ("norm", "gated"),
+        )  # fmt: skip
+        if block is not None and (name, num_rows, way := "/".join(map(str, block[:5]))) in times:
+            ours, before = times[name, num_rows, way], times[name, num_rows, "before"]
+            case = f"{name}, {num_rows} rows"
+            rows.append(compare("products of few rows", case, "gpu_us", ours, before, "library and kernels around it"))
+    found = document["versions"]
+    return Report(
+        what="few-rows",
+        hardware="h200",
+        machine={"gpus": [found["gpu"]]},
+        commit=commit,
+        command="python -m bench.micro.few_rows",
+        versions={name: found[name] for name in ("python", "torch", "triton")},
+        date=date,
+        rows=rows,
+        notes=notes,
+        details={"records": document["records"]},
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--only", default="")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--budget-s", type=float, default=120.0)
+    parser.add_argument("--results-of", type=Path, help="makes the result file of what was measured; needs no GPU")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--date")
+    parser.add_argument("--note", action="append", default=[])
     args = parser.parse_args()
+    if args.results_of is not None:
+        document = json.loads(args.results_of.read_text())
+        print(write(results(document, commit=args.commit, date=args.date, notes=args.note)))
+        return
     began = time.perf_counter()
     print(f"compiled in {warm_cache('few rows'):.0f} s", flush=True)
     records: list[dict[str, Any]] = []

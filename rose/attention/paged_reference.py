@@ -114,6 +114,7 @@ class _Pass:
             elif q_length:
                 alike[q_length, (kv_length // block_size).bit_length()].append(row)
         self._parts += [_group(rows, each, offsets, lengths, block_size) for each in alike.values()]
+        assert offsets[-1] == len(self._slot_mapping), "every token is some row's"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         cache = next(self._caches)

@@ -7,8 +7,10 @@ before the kernel in front has ended (rose.kernels.launch). A row's result does 
 tiles not on how many there are.
 """
 
+from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,7 +44,7 @@ def _ask_for(weight_row, depth, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
         if tile * BLOCK_K < depth:
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-                [(weight_row + tile * BLOCK_K + line[None, :]).to(tl.int64)],
+                [(weight_row + tl.minimum(tile * BLOCK_K + line, depth - _LINE)[None, :]).to(tl.int64)],
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 
@@ -167,9 +169,10 @@ def few_rows_product(
     if out is None:
         out = x.new_empty(num_rows, num_columns) if residual is None else residual
     grid, sizes = (num_columns // block.columns,), (num_columns, depth, x.stride(0))
+    num_stages = stages_that_fit(block, num_rows, x, gated=gated)
     options = {
         "GATED": gated, "ADD": residual is not None, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
-        "STAGES": block.num_stages, "EARLY": block.early, "num_warps": block.num_warps, **pdl(x),
+        "STAGES": num_stages, "EARLY": block.early, "num_warps": block.num_warps, **pdl(x),
     }  # fmt: skip
     if block.tiled:
         assert norm is None, "tiles read x as it is"
@@ -182,6 +185,24 @@ def few_rows_product(
             x, weight, norm_weight, residual, out, *sizes, eps, NORM=norm is not None, ROWS=num_rows, **options
         )
     return out
+
+
+def stages_that_fit(block: Block, num_rows: int, x: Tensor, *, gated: bool) -> int:
+    """The block's tiles on their way, or as many as a multiprocessor of x's device has shared memory for."""
+    if not x.is_cuda:
+        return block.num_stages
+    values = block.depth * (block.columns * (2 if gated else 1) + _padded(num_rows, block))
+    return max(1, min(block.num_stages, _shared_bytes(x.device) // (values * x.element_size())))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return found
+
+
+def _padded(num_rows: int, block: Block) -> int:
+    return max(16, next_power_of_2(num_rows)) if block.tiled else num_rows
 
 
 def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False, norm: bool = False) -> Block | None:

@@ -86,7 +86,7 @@ def test_every_block_fits_its_shape() -> None:
     shapes = [(3072, 2048), (2048, 8192), (4096, 14336), (6144, 4096), (28672, 4096), (128256, 4096), (4864, 896)]
     for num_rows in (1, 2, 3, 16, MAX_ROWS):
         for columns, depth in shapes:
-            for gated, norm in ((False, False), (False, True), (True, True)):
+            for gated, norm in ((False, False), (False, True), (True, False), (True, True)):
                 block = block_of(num_rows, columns, depth, gated=gated, norm=norm)
                 assert block is None or columns % block.columns == 0
                 assert block is None or not block.tiled or depth % block.depth == 0
