@@ -11,6 +11,12 @@ _BLOCK = 1024
 
 
 @triton.jit
+def swiglu(gate, up):
+    """silu(gate) · up, float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -21,8 +27,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.co
     pair = gate_up_ptr + row * 2 * size + column
     gate = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pair + size, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * size + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * size + column, swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rose.kernels.activation import swiglu
 from rose.kernels.launch import next_power_of_2, pdl
 
 MAX_ROWS = 32
@@ -50,21 +51,19 @@ def _ask_for(weight_row, depth, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _begin(weight_ptr, column, num_columns, depth, GATED: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
-    """Waits for the kernel in front, its own first reads on their way."""
-    weight_row = weight_ptr + column[:, None].to(tl.int64) * depth
+def _begin(weight_row, up, depth, GATED: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
+    """Waits for the kernel in front, its own first reads on their way. `up`: from a gate's row to its partner."""
     _ask_for(weight_row, depth, BLOCK_K, EARLY)
     if GATED:
-        _ask_for(weight_row + num_columns.to(tl.int64) * depth, depth, BLOCK_K, EARLY)
+        _ask_for(weight_row + up, depth, BLOCK_K, EARLY)
     gdc_launch_dependents()
     gdc_wait()
 
 
 @triton.jit
-def _silu_mul(gate, up, dtype: tl.constexpr):
+def _rounded_swiglu(gate, up, dtype: tl.constexpr):
     """Of sums in float32, rounded as if they had been put out."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return swiglu(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
 
 
 @triton.jit
@@ -83,9 +82,9 @@ def _tiled_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, row = tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
     weight_row = weight_ptr + column[:, None].to(tl.int64) * depth
-    up = num_columns.to(tl.int64) * depth  # from a gate's row to its partner
+    up = num_columns.to(tl.int64) * depth
     if PDL:
-        _begin(weight_ptr, column, num_columns, depth, GATED, BLOCK_K, EARLY)
+        _begin(weight_row, up, depth, GATED, BLOCK_K, EARLY)
     total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     other = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     inside = row < num_rows
@@ -97,7 +96,7 @@ def _tiled_kernel(
             partner = tl.load(weight_row + up + begin + k[None, :])
             other = tl.dot(partner, x, other, input_precision="ieee")
     if GATED:
-        total = _silu_mul(total, other, out_ptr.dtype.element_ty)
+        total = _rounded_swiglu(total, other, out_ptr.dtype.element_ty)
     place = row[None, :].to(tl.int64) * num_columns + column[:, None]
     _put(out_ptr, residual_ptr, place, total, inside[None, :], ADD)
 
@@ -114,7 +113,7 @@ def _value_by_value_kernel(
     weight_row = weight_ptr + column[:, None].to(tl.int64) * depth
     up = num_columns.to(tl.int64) * depth
     if PDL:
-        _begin(weight_ptr, column, num_columns, depth, GATED, BLOCK_K, EARLY)
+        _begin(weight_row, up, depth, GATED, BLOCK_K, EARLY)
     totals, squares = (), ()  # added up at the end, not in the loop
     for _ in tl.static_range(ROWS * PARTS):
         totals += (tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32),)
@@ -141,7 +140,7 @@ def _value_by_value_kernel(
             scale = 1.0 / tl.sqrt(tl.sum(squares[row], axis=0) / depth + eps)
         total = tl.sum(totals[row], axis=1) * scale
         if GATED:
-            total = _silu_mul(total, tl.sum(totals[ROWS + row], axis=1) * scale, out_ptr.dtype.element_ty)
+            total = _rounded_swiglu(total, tl.sum(totals[ROWS + row], axis=1) * scale, out_ptr.dtype.element_ty)
         _put(out_ptr, residual_ptr, row * num_columns + column, total, column < num_columns, ADD)
 
 
@@ -153,45 +152,42 @@ def few_rows_product(
     gated: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    block: Block | None = None,
+    block: Block,
 ) -> Tensor:
     """norm(x) · weightᵀ [M, N], `gated` silu(gate) · up [M, N / 2]; with `residual` added to it, in place.
 
     x [M, K], rows may be strided; weight [N, K] contiguous, gated: gate's rows first; norm: RMSNorm's weight [K] and
     eps, not for tiled blocks; residual, out [M, N] contiguous. All of one dtype; with a norm not float16, which x times
-    its weight may leave. There has to be a block (`block_of`) for the shape.
+    its weight may leave. `block`: one for the shape (`block_of`).
     """
     num_rows, depth = x.shape
     num_columns = len(weight) // 2 if gated else len(weight)
-    block = block or block_of(num_rows, num_columns, depth, gated=gated, norm=norm is not None)
-    assert block is not None, f"{num_rows} rows of {depth} to {num_columns}: not for this kernel"
     assert weight.is_contiguous(), "read as dense"
     if out is None:
         out = x.new_empty(num_rows, num_columns) if residual is None else residual
+    padded_rows = max(16, next_power_of_2(num_rows)) if block.tiled else num_rows
     grid, sizes = (num_columns // block.columns,), (num_columns, depth, x.stride(0))
-    num_stages = stages_that_fit(block, num_rows, x, gated=gated)
     options = {
-        "GATED": gated, "ADD": residual is not None, "BLOCK_N": block.columns, "BLOCK_K": block.depth,
-        "STAGES": num_stages, "EARLY": block.early, "num_warps": block.num_warps, **pdl(x),
+        "GATED": gated, "ADD": residual is not None, "ROWS": padded_rows, "BLOCK_N": block.columns,
+        "BLOCK_K": block.depth, "STAGES": _stages_that_fit(block, padded_rows, x, gated=gated), "EARLY": block.early,
+        "num_warps": block.num_warps, **pdl(x),
     }  # fmt: skip
     if block.tiled:
         assert norm is None, "tiles read x as it is"
-        _tiled_kernel[grid](
-            x, weight, residual, out, num_rows, *sizes, ROWS=max(16, next_power_of_2(num_rows)), **options
-        )
+        _tiled_kernel[grid](x, weight, residual, out, num_rows, *sizes, **options)
     else:
         norm_weight, eps = (None, 0.0) if norm is None else norm
         _value_by_value_kernel[grid](
-            x, weight, norm_weight, residual, out, *sizes, eps, NORM=norm is not None, ROWS=num_rows, **options
+            x, weight, norm_weight, residual, out, *sizes, eps, NORM=norm is not None, **options
         )
     return out
 
 
-def stages_that_fit(block: Block, num_rows: int, x: Tensor, *, gated: bool) -> int:
+def _stages_that_fit(block: Block, padded_rows: int, x: Tensor, *, gated: bool) -> int:
     """The block's tiles on their way, or as many as a multiprocessor of x's device has shared memory for."""
     if not x.is_cuda:
         return block.num_stages
-    values = block.depth * (block.columns * (2 if gated else 1) + _padded(num_rows, block))
+    values = block.depth * (block.columns * (2 if gated else 1) + padded_rows)
     return max(1, min(block.num_stages, _shared_bytes(x.device) // (values * x.element_size())))
 
 
@@ -199,10 +195,6 @@ def stages_that_fit(block: Block, num_rows: int, x: Tensor, *, gated: bool) -> i
 def _shared_bytes(device: torch.device) -> int:
     found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     return found
-
-
-def _padded(num_rows: int, block: Block) -> int:
-    return max(16, next_power_of_2(num_rows)) if block.tiled else num_rows
 
 
 def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False, norm: bool = False) -> Block | None:

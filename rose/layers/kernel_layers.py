@@ -3,6 +3,7 @@
 Model files stay as they are; what differs between devices is which of these classes stands in for which.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -14,7 +15,7 @@ from rose.attention.interface import Attend, AttentionShape
 from rose.attention.paged import AppendsBefore
 from rose.kernels.activation import gelu, silu_mul
 from rose.kernels.embedding import embed, embed_layer_norm, embed_part
-from rose.kernels.few_rows import MAX_ROWS, Block, block_of, few_rows_product
+from rose.kernels.few_rows import MAX_ROWS, block_of, few_rows_product
 from rose.kernels.norm import add_layer_norm, add_rms_norm
 from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.split_product import num_parts, split_product
@@ -51,7 +52,6 @@ class PartialSums:
 
 
 Stream = Tensor | PartialSums
-Along = tuple[Tensor, float] | None  # a norm that a product takes along: its weight and eps
 
 
 class KernelLinear(nn.Module):
@@ -69,12 +69,13 @@ class KernelLinear(nn.Module):
     def forward(self, x: Stream, *, norm: nn.Module | None = None, residual: Stream | None = None) -> Stream:
         residual = residual.added() if isinstance(residual, PartialSums) else residual
         few = self._few_rows(x, norm)
-        if few is not None:
-            return self._one_kernel(*few, residual)
-        x = _normed(x, norm)
         if self._group.size > 1:
-            y = self._group.all_reduce(self._part(x))
+            out = self._group.room((len(x), len(self.weight)), self.weight.dtype)
+            y = self._group.all_reduce(few(out=out) if few else self._part(_normed(x, norm), out))
             return y if residual is None else PartialSums(residual, y[None])
+        if few:
+            return few(residual=residual)
+        x = _normed(x, norm)
         if self._gelu:
             y = F.linear(x, self.weight)
             y = gelu(y, self.bias, out=y)
@@ -91,15 +92,10 @@ class KernelLinear(nn.Module):
     def gated(self, x: Stream, norm: nn.Module) -> Tensor:
         """silu(gate) · up, gate and up being the two halves of what comes out."""
         few = self._few_rows(x, norm, gated=True)
-        if few is None:
-            return silu_mul(cast(Tensor, self(x, norm=norm)))
-        x, along, block = few
-        return few_rows_product(x, self.weight, norm=along, gated=True, block=block)
+        return few() if few else silu_mul(cast(Tensor, self(x, norm=norm)))
 
-    def _few_rows(
-        self, x: Stream, norm: nn.Module | None, *, gated: bool = False
-    ) -> tuple[Tensor, Along, Block] | None:
-        """What one kernel reads of few rows, the norm that it takes along, how it works; None: this is not for it."""
+    def _few_rows(self, x: Stream, norm: nn.Module | None, *, gated: bool = False) -> Callable[..., Tensor] | None:
+        """The product of few rows with its norm, which one kernel makes; None: this is not for it."""
         if len(x) > MAX_ROWS or not self._plain or self.weight.dtype == torch.float32:
             return None
         along = None
@@ -111,19 +107,11 @@ class KernelLinear(nn.Module):
         if block is None:
             return None
         if along is None or block.tiled:
-            return _normed(x, norm), None, block
-        return cast(Tensor, x), along, block
+            x, along = _normed(x, norm), None
+        return partial(few_rows_product, cast(Tensor, x), self.weight, norm=along, gated=gated, block=block)
 
-    def _one_kernel(self, x: Tensor, along: Along, block: Block, residual: Tensor | None) -> Stream:
-        if self._group.size == 1:
-            return few_rows_product(x, self.weight, norm=along, residual=residual, block=block)
-        out = self._group.room((len(x), len(self.weight)), x.dtype)
-        y = self._group.all_reduce(few_rows_product(x, self.weight, norm=along, out=out, block=block))
-        return y if residual is None else PartialSums(residual, y[None])
-
-    def _part(self, x: Tensor) -> Tensor:
-        """This rank's part of a sum over all, made where the sum reads it."""
-        out = self._group.room((len(x), len(self.weight)), x.dtype)
+    def _part(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """This rank's part of a sum over all, in `out` where the sum reads it."""
         if out is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
