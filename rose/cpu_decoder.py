@@ -17,8 +17,7 @@ from rose.cpu_stream import CpuStream
 from rose.decoder import Decoder, DecoderParts, LanguageModel
 from rose.distributed.group import ALONE, Group, smallest
 from rose.kv_cache import KVShape, allocate, cpu_budget_bytes, num_blocks_for
-from rose.layers.packed_linear import pack_linears
-from rose.layers.transposed_linear import transpose_linears
+from rose.layers.device_layers import use_device_layers
 from rose.models.config import ModelConfig
 from rose.residents import Residents
 from rose.runner import LazyTensor
@@ -71,8 +70,7 @@ def load_cpu_decoder(
     Raises ModelError where the cache would not hold one sequence of full length.
     """
     device = torch.device("cpu")
-    transpose_linears(model)
-    pack_linears(model)  # what is not float32
+    use_device_layers(model, device)
     shape = KVShape.of(model_config, getattr(torch, facts.dtype))
     budget = cpu_budget_bytes() // group.size if config.kv_cache_bytes is None else config.kv_cache_bytes
     target = Target(model, model_config, tokenizer.parent, facts, shape.dtype, device, group)

@@ -16,10 +16,11 @@ from ipc.types import ModelFacts
 from rose.attention.paged import PagedBackend, PagedRows
 from rose.attention.paged_reference import ReferencePagedBackend
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate
+from rose.layers.device_layers import use_device_layers
 from rose.layers.embedding import Embedding
 from rose.models.config import ModelConfig, read_config
-from rose.speculation.drafting import Tokens, use_device_layers
 from rose.speculation.heads import DraftHead, load_head
+from rose.speculation.passes import Tokens
 from rose.speculation.protocol import Target
 from services.sources import resolve_source
 

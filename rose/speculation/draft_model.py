@@ -21,6 +21,7 @@ from rose.attention.paged import PagedKV
 from rose.config import SpeculationConfig
 from rose.distributed.group import ALONE
 from rose.kv_cache import KVShape
+from rose.layers.device_layers import use_device_layers
 from rose.models.config import ModelConfig, ModelError, read_config, read_json
 from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
@@ -28,7 +29,7 @@ from rose.models.registry import find_class
 from rose.models.task import read_task
 from rose.slots import RowInputs
 from rose.speculation.draft_vocab import Logits, draft_logits
-from rose.speculation.drafting import DraftLM, Draws, use_device_layers
+from rose.speculation.drafting import DraftLM, Draws
 from rose.speculation.heads import is_head
 from rose.speculation.kept_blocks import KeptBlocks
 from rose.speculation.no_drafts import load_no_drafts, no_drafts

@@ -1,4 +1,4 @@
-"""What proposers with models share: drawing drafts by what a model says, and layers as the device is fast with them.
+"""What proposers with models share: drawing drafts by what a model says.
 
 Knows no weights and no cache.
 """
@@ -6,11 +6,9 @@ Knows no weights and no cache.
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rose.attention.interface import Attend
-from rose.layers.packed_linear import pack_linears
-from rose.layers.transposed_linear import transpose_linears
 from rose.residents import Residents
 from rose.slots import RowInputs
 from rose.speculation.passes import Passes, RowPlaces, Tokens
@@ -68,14 +66,3 @@ class Draws:
         tokens = self._tokens
         side_by_side = tokens[0][:, None] if len(tokens) == 1 else torch.stack(tokens, 1)
         return Drafts(side_by_side, self._found.limits, self._probabilities)
-
-
-def use_device_layers(model: nn.Module, device: torch.device) -> None:
-    """Puts the layers of `model` that its device is fast with in place of the plain ones."""
-    if device.type == "cpu":
-        transpose_linears(model)
-        pack_linears(model)  # what is not float32
-        return
-    from rose.layers.kernel_layers import use_kernels  # needs Triton
-
-    use_kernels(model)

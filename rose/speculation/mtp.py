@@ -24,13 +24,14 @@ from rose.config import SpeculationConfig
 from rose.distributed.group import ALONE
 from rose.distributed.shard import local_heads
 from rose.kv_cache import KVShape
+from rose.layers.device_layers import use_device_layers
 from rose.models.config import ModelConfig, ModelError
 from rose.models.llama import LlamaForCausalLM, LlamaModel
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.speculation import kernels
 from rose.speculation.draft_vocab import Logits, draft_logits, read_draft_ids
-from rose.speculation.drafting import Draws, use_device_layers
+from rose.speculation.drafting import Draws
 from rose.speculation.heads import DraftHead, check_head, load_head
 from rose.speculation.kept_blocks import KeptBlocks, num_kept
 from rose.speculation.no_drafts import load_no_drafts, no_drafts

@@ -22,6 +22,7 @@ from rose.config import SpeculationConfig
 from rose.generate_batch import spans
 from rose.kernels.sampling import TritonOps
 from rose.kv_cache import KVShape, allocate
+from rose.layers.device_layers import use_device_layers
 from rose.models.config import read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
@@ -30,7 +31,6 @@ from rose.sampling.reference import TorchOps
 from rose.slots import RowInputs
 from rose.speculation import kernels
 from rose.speculation.accept import Places, count_output, verify
-from rose.speculation.drafting import use_device_layers
 from rose.speculation.protocol import Closing, DraftRows, Drafts, Proposer, ProposerParts, Target
 from rose.speculation.registry import load_proposer
 from tests.rose.speculation.heads_random import write_random_head
