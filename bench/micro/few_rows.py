@@ -2,18 +2,14 @@
 
     python -m bench.micro.few_rows [--out DIR] [--only NAME] [--rows M …] [--budget-s 120]
 
-    python -m bench.micro.few_rows --results-of DIR/few_rows.json --commit C --date D [--note TEXT …]
-
 Llama's 8B and 1B shapes, and 70B's on each of two GPUs. Weights rotate, so that none is in the L2. As before is a norm,
 the library's product, SwiGLU or the addition; each way's error is against float32.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -31,9 +27,8 @@ from bench.micro.gpu_timing import (
     warm_cache,
 )
 from bench.micro.variants import PLAIN_BLOCKS, TILED_BLOCKS
-from bench.report import Report, compare, write
 from rose.kernels.activation import silu_mul
-from rose.kernels.few_rows import Block, block_of, few_rows_product
+from rose.kernels.few_rows import Block, few_rows_product
 from rose.kernels.norm import add_rms_norm
 from rose.kernels.split_product import num_parts, split_product
 
@@ -46,6 +41,14 @@ class Product(NamedTuple):
     columns: int  # of what comes out
     depth: int
     around: str  # norm | gated (norm and SwiGLU) | add | nothing
+
+    @property
+    def gated(self) -> bool:
+        return self.around == "gated"
+
+    @property
+    def has_norm(self) -> bool:
+        return self.around in ("norm", "gated")
 
 
 PRODUCTS = (
@@ -74,9 +77,9 @@ class Inputs(NamedTuple):
 
 def before(product: Product, inputs: Inputs, weight: Tensor) -> Tensor:
     x, norm, residual = inputs
-    if product.around in ("norm", "gated"):
+    if product.has_norm:
         y = F.linear(add_rms_norm(x, None, norm, EPS), weight)
-        return silu_mul(y) if product.around == "gated" else y
+        return silu_mul(y) if product.gated else y
     if product.around == "add":
         parts = num_parts(len(x), *weight.shape)
         return residual.addmm_(x, weight.t()) if parts == 1 else split_product(x, weight, parts)
@@ -85,14 +88,14 @@ def before(product: Product, inputs: Inputs, weight: Tensor) -> Tensor:
 
 def at_once(product: Product, inputs: Inputs, block: Block, weight: Tensor) -> Tensor:
     x, norm, residual = inputs
-    has_norm = product.around in ("norm", "gated")
+    has_norm = product.has_norm
     if has_norm and block.tiled:
         x, has_norm = add_rms_norm(x, None, norm, EPS), False
     return few_rows_product(
         x,
         weight,
         norm=(norm, EPS) if has_norm else None,
-        gated=product.around == "gated",
+        gated=product.gated,
         residual=residual if product.around == "add" else None,
         block=block,
     )
@@ -100,10 +103,10 @@ def at_once(product: Product, inputs: Inputs, block: Block, weight: Tensor) -> T
 
 def exact(product: Product, inputs: Inputs, weight: Tensor) -> Tensor:
     x, norm, residual = (part.float() for part in inputs)
-    if product.around in ("norm", "gated"):
+    if product.has_norm:
         x = F.rms_norm(x, norm.shape, norm, EPS)
     y = x @ weight.float().T
-    if product.around == "gated":
+    if product.gated:
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
     return y + residual if product.around == "add" else y
@@ -117,7 +120,7 @@ def ways(product: Product, inputs: Inputs) -> Iterator[tuple[str, Callable[[Tens
 
 
 def measure(product: Product, num_rows: int) -> list[dict[str, Any]]:
-    num_columns = product.columns * (2 if product.around == "gated" else 1)
+    num_columns = product.columns * (2 if product.gated else 1)
     num_bytes = 2.0 * num_columns * product.depth
     matrices = [random(num_columns, product.depth, scale=0.02) for _ in range(num_copies(num_bytes))]
     inputs = Inputs(random(num_rows, product.depth), weights(product.depth), random(num_rows, product.columns))
@@ -132,7 +135,7 @@ def measure(product: Product, num_rows: int) -> list[dict[str, Any]]:
             error = relative_error(got, want)
             inputs.residual.zero_()
             calls = [partial(call, matrix) for matrix in matrices]
-            return {"error": error, "us": graph_us(calls * max(1, 16 // len(calls)))}
+            return {"error_vs_fp32": error, "us": graph_us(calls * max(1, 16 // len(calls)))}
 
         record = {"product": product.name, "rows": num_rows, "way": way, "floor_us": num_bytes / BYTES_PER_S * 1e6}
         records.append(attempt(record, found))
@@ -141,7 +144,7 @@ def measure(product: Product, num_rows: int) -> list[dict[str, Any]]:
 
 def line(records: list[dict[str, Any]]) -> str:
     timed = sorted((r for r in records if "us" in r), key=lambda r: float(r["us"]))
-    wrong = [r["way"] for r in timed if r["error"] > 2e-2]
+    wrong = [r["way"] for r in timed if r["error_vs_fp32"] > 2e-2]
     failed = [f"{r['way']}: {r['error']}"[:120] for r in records if "us" not in r]
     first = records[0]
     best = "; ".join(
@@ -151,49 +154,13 @@ def line(records: list[dict[str, Any]]) -> str:
     return f"{head}  {best}  wrong {wrong} failed {failed}"
 
 
-def results(document: dict[str, Any], *, commit: str, date: str, notes: list[str]) -> Report:
-    """Of every product for which there is a block: that one's time against the time before."""
-    rows, times = [], {(r["product"], r["rows"], r["way"]): r["us"] for r in document["records"] if "us" in r}
-    for name, num_rows in dict.fromkeys((record["product"], record["rows"]) for record in document["records"]):
-        product = next(found for found in PRODUCTS if found.name == name)
-        block = block_of(
-            num_rows, product.columns, product.depth, gated=product.around == "gated",
-            norm=product.around in ("norm", "gated"),
-        )  # fmt: skip
-        if block is not None and (name, num_rows, way := "/".join(map(str, block[:5]))) in times:
-            ours, before = times[name, num_rows, way], times[name, num_rows, "before"]
-            case = f"{name}, {num_rows} rows"
-            rows.append(compare("products of few rows", case, "gpu_us", ours, before, "library and kernels around it"))
-    found = document["versions"]
-    return Report(
-        what="few-rows",
-        hardware="h200",
-        machine={"gpus": [found["gpu"]]},
-        commit=commit,
-        command="python -m bench.micro.few_rows",
-        versions={name: found[name] for name in ("python", "torch", "triton")},
-        date=date,
-        rows=rows,
-        notes=notes,
-        details={"records": document["records"]},
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--only", default="")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--budget-s", type=float, default=120.0)
-    parser.add_argument("--results-of", type=Path, help="makes the result file of what was measured; needs no GPU")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--date")
-    parser.add_argument("--note", action="append", default=[])
     args = parser.parse_args()
-    if args.results_of is not None:
-        document = json.loads(args.results_of.read_text())
-        print(write(results(document, commit=args.commit, date=args.date, notes=args.note)))
-        return
     began = time.perf_counter()
     print(f"compiled in {warm_cache('few rows'):.0f} s", flush=True)
     records: list[dict[str, Any]] = []
@@ -203,7 +170,7 @@ def main() -> None:
                 found = measure(product, num_rows)
                 records += found
                 print(line(found), flush=True)
-                save(args.out, "few_rows.json", {"versions": versions(), "records": records})
+                save(args.out, "few_rows.json", {**versions(), "records": records})
     print(f"all: {time.perf_counter() - began:.0f} s")
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.micro.results kernels KERNELS.json [LAYER_CHAIN.json] [--commit C] [--note TEXT …]
     python -m bench.micro.results attention ATTENTION.json … [--commit C] [--note TEXT …]
+    python -m bench.micro.results few-rows FEW_ROWS.json … [--commit C] [--note TEXT …]
 
 The `.md` shows the rows of each case side by side; the `.json` holds every variant that was tried (`details`).
 """
@@ -15,7 +16,9 @@ from typing import Any
 
 from bench.micro.attention_points import Point, points
 from bench.micro.attention_table import best
+from bench.micro.few_rows import PRODUCTS
 from bench.report import RESULTS, Report, Row, compare, markdown, table_lines, write
+from rose.kernels.few_rows import block_of
 from rose.kernels.ragged_attention import default_tiles
 
 Record = dict[str, Any]
@@ -89,6 +92,19 @@ def chain_rows(records: list[Record]) -> Iterator[Row]:
             yield compare("28 layers", name, "gpu_ms", good[0]["ms"], other["ms"], other["variant"])
 
 
+def few_rows_rows(records: list[Record]) -> Iterator[Row]:
+    """Of every product that has a block: the time with that one against the time before."""
+    times = {(r["product"], r["rows"], r["way"]): r["us"] for r in records if "us" in r}
+    products = {product.name: product for product in PRODUCTS}
+    for name, num_rows in dict.fromkeys((record["product"], record["rows"]) for record in records):
+        product = products[name]
+        block = block_of(num_rows, product.columns, product.depth, gated=product.gated, norm=product.has_norm)
+        if block is not None and (name, num_rows, way := "/".join(map(str, block[:5]))) in times:
+            ours, before = times[name, num_rows, way], times[name, num_rows, "before"]
+            case = f"{name}, {num_rows} rows"
+            yield compare("products of few rows", case, "gpu_us", ours, before, "library and kernels around it")
+
+
 def report_of(what: str, documents: list[Record], commit: str, date: str, notes: list[str]) -> Report:
     first = documents[0]
     command = "; ".join(dict.fromkeys(_command(d["command"]) for d in documents))
@@ -114,7 +130,7 @@ def _command(line: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kernels", "attention"))
+    parser.add_argument("what", choices=("kernels", "attention", "few-rows"))
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--date", required=True, help="of the run")
@@ -126,6 +142,10 @@ def main() -> None:
     records = report.details["records"]
     if args.what == "kernels":
         report.rows = [*kernel_rows([r for r in records if "us" in r]), *chain_rows([r for r in records if "ms" in r])]
+        print(write(report, args.results))
+        return
+    if args.what == "few-rows":
+        report.rows = list(few_rows_rows(records))
         print(write(report, args.results))
         return
     found = list(attention_rows(records))

@@ -1,6 +1,5 @@
 """Our own rank in this process, the real planner before it: no sockets, no text. What transformers is compared with."""
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 from bench.decode_loop import DecodeLoop
 from bench.load import LoadResult
 from bench.peers import GeneratingSetup
+from bench.peers.batches import in_batches
 from bench.ranks import RankSpec, ranks
 from rose.config import RankConfig
 
@@ -33,21 +33,16 @@ class OursInProcess:
     def generate(self, prompts: list[list[int]], num_tokens: int, in_flight: int, num_warmup: int) -> LoadResult:
         if num_warmup:
             self._batch(prompts[:num_warmup], num_tokens)
-        result = LoadResult(seconds=0.0, latencies_ms=[])
-        began = time.perf_counter()
-        for start in range(num_warmup, len(prompts), in_flight):
-            start_s = time.perf_counter()
-            for times in self._batch(prompts[start : start + in_flight], num_tokens).said_at.values():
-                result.first_ms.append((times[0] - start_s) * 1e3)
-                result.latencies_ms.append((times[-1] - start_s) * 1e3)
-                result.gaps_ms += [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
-                result.num_tokens.append(num_tokens)
-        result.seconds = time.perf_counter() - began
-        return result
+        return in_batches(prompts[num_warmup:], in_flight, lambda batch: self._times_ms(batch, num_tokens))
 
     def complete(self, prompt: list[int], num_tokens: int) -> str:
         said = self._batch([prompt], num_tokens).said[0]
         return str(self._tokenizer.decode([token for delta in said for token in delta.tokens]))
+
+    def _times_ms(self, prompts: list[list[int]], num_tokens: int) -> list[list[float]]:
+        began = time.perf_counter()
+        said_at = self._batch(prompts, num_tokens).said_at
+        return [[(at - began) * 1e3 for at in said_at[index]] for index in range(len(prompts))]
 
     def _batch(self, prompts: list[list[int]], num_tokens: int) -> DecodeLoop:
         loop = DecodeLoop(self._ranks, prompts, max_tokens=num_tokens)

@@ -5,7 +5,6 @@ bfloat16, which processors with matrix units multiply several times as fast.
 """
 
 import inspect
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from bench.load import LoadResult
 from bench.peers import GeneratingSetup
+from bench.peers.batches import in_batches
 
 WARM_TOKENS = 16
 
@@ -49,18 +49,9 @@ class Transformers:
     def generate(self, prompts: list[list[int]], num_tokens: int, in_flight: int, num_warmup: int) -> LoadResult:
         if num_warmup:
             self._batch(prompts[:in_flight], min(num_tokens, WARM_TOKENS))
-        result = LoadResult(seconds=0.0, latencies_ms=[])
-        began = time.perf_counter()
-        for start in range(num_warmup, len(prompts), in_flight):
-            batch = prompts[start : start + in_flight]
-            _, times_ms = self._batch(batch, num_tokens)
-            for _ in batch:
-                result.first_ms.append(times_ms[0])
-                result.latencies_ms.append(times_ms[-1])
-                result.gaps_ms += [b - a for a, b in itertools.pairwise(times_ms)]
-                result.num_tokens.append(num_tokens)
-        result.seconds = time.perf_counter() - began
-        return result
+        return in_batches(
+            prompts[num_warmup:], in_flight, lambda batch: [self._batch(batch, num_tokens)[1]] * len(batch)
+        )
 
     def complete(self, prompt: list[int], num_tokens: int) -> str:
         tokens, _ = self._batch([prompt], num_tokens)
