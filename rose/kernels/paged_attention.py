@@ -137,13 +137,16 @@ def _attend_part_kernel(
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
         begin = part * each
         end = tl.minimum(begin + each, length)
+        table_ptr += row * table_stride
+        key = begin + tl.arange(0, BLOCK_N)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)  # known before its tile's turn
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             key = start + tl.arange(0, BLOCK_N)
             inside = key < end
-            block = tl.load(table_ptr + row * table_stride + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+            at = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_ptr + at[None, :] + lane[:, None], mask=inside[None, :], other=0.0)
             v = tl.load(v_ptr + at[:, None] + lane[None, :], mask=inside[:, None], other=0.0)
+            block = tl.load(table_ptr + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < end, other=0)
             scores = tl.dot(q, k, input_precision="ieee")
             acc, row_max, row_sum = _softmax_block(
                 scores, acc, row_max, row_sum, v, key, position, end, scale, True, True
