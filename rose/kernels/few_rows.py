@@ -23,7 +23,7 @@ MAX_ROWS = 32
 _LINE = tl.constexpr(64)  # values of 128 bytes
 _WIDE, _WIDE_OF_MANY = 8192, 5120  # columns for which there are enough programs of 64, for up to 16 rows and for more
 _NARROW = 4096  # columns of a product of several rows below which the library's are faster
-_MOST_VALUES = 1 << 17  # of x, which every program reads: with more, programs of 16 columns are slower
+_MOST_VALUES = 1 << 18  # of x, which every program reads: with more, programs of 16 columns are slower
 
 
 class Block(NamedTuple):
@@ -213,4 +213,5 @@ def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False
         return Block(64, 128, 4, 4, 2, tiled=True)
     if num_columns < _NARROW or num_rows > 16 or num_rows * depth > _MOST_VALUES:
         return None
-    return Block(16, next(tile for tile in (512, 256, 128, 64) if depth % tile == 0), 2, 3, 2, tiled=True)
+    num_stages = 4 if num_columns == _NARROW else 3  # of as many programs as there is room for at once
+    return Block(16, next(tile for tile in (512, 256, 128, 64) if depth % tile == 0), 2, num_stages, 2, tiled=True)

@@ -20,8 +20,7 @@ from rose.kernels.launch import next_power_of_2, pdl
 from rose.kernels.ragged_attention import _LOG2_E, _softmax_block
 
 MAX_SHORT = 8  # queries of a row that these kernels take
-_PROGRAMS = 528  # four for each multiprocessor of an H200
-_MAX_SPLITS, _MIN_SPLITS = 64, 4
+_MIN_SPLITS = 4
 _MIN_TILE_ROWS = 16  # of a tensor-core product
 _MERGE_ROWS, _MERGE_PARTS = 8, 16  # added up at once
 NUM_COUNTERS = 1 << 16  # rows times KV heads of a launch that divides its rows
@@ -39,21 +38,22 @@ class Splits(NamedTuple):
 
 
 def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: int, tile_rows: int) -> Splits:
-    """After measurements on an H200 (bench/results/2026-11-30_h200_decode.md).
+    """After measurements on an H200, within layers (bench/results/2026-11-30_h200_decode-layer.md).
 
     Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have;
     `tile_rows`: queries of a row times heads that share a KV head. Few rows: parts as short as a tile, to have programs
-    for the whole device. Many rows: long parts, so that typical rows have one, but enough of them that a single long
-    row does not hold up the step. The more there is to write of a part, the fewer: one program reads them all again.
+    for the whole device. Many rows: parts so long that typical rows have one, but enough of them that a single long
+    row does not hold up the step; tiles so small that four programs share a multiprocessor.
     """
     programs = max(1, num_rows * num_kv_heads)
-    narrow, few = tile_rows <= _MIN_TILE_ROWS, programs <= 16
-    block_n = 128 if narrow and head_dim == 128 else 64
-    min_keys = block_n if few else 128 if programs <= 128 else 512 if programs <= 512 else 1024
-    num_splits = max(_MIN_SPLITS, min(_MAX_SPLITS, next_power_of_2(-(-_PROGRAMS // programs))))
-    num_splits = num_splits if narrow else num_splits // 2
+    if programs <= 16:
+        num_splits, min_keys = (64, 64) if head_dim <= 64 else (32, 128 if tile_rows <= _MIN_TILE_ROWS else 64)
+    else:
+        num_splits = max(_MIN_SPLITS, 256 // next_power_of_2(programs))
+        min_keys = 128 if programs <= 64 else 256 if programs <= 128 else 4096
+    block_n = 32 if programs > 256 else 64
     num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
-    return Splits(num_splits, min_keys, block_n, 4, 3 if head_dim >= 128 else 5)
+    return Splits(num_splits, min_keys, block_n, 4, 3 if head_dim <= 64 else 4)
 
 
 @triton.jit
