@@ -3,6 +3,7 @@
     python -m bench.micro.results kernels KERNELS.json [LAYER_CHAIN.json] [--commit C] [--note TEXT …]
     python -m bench.micro.results attention ATTENTION.json … [--commit C] [--note TEXT …]
     python -m bench.micro.results few-rows FEW_ROWS.json … [--commit C] [--note TEXT …]
+    python -m bench.micro.results decode-layer DECODE_LAYER.json [OF_A_COMMIT_BEFORE.json] [--commit C] [--note TEXT …]
 
 The `.md` shows the rows of each case side by side; the `.json` holds every variant that was tried (`details`).
 """
@@ -105,6 +106,19 @@ def few_rows_rows(records: list[Record]) -> Iterator[Row]:
             yield compare("products of few rows", case, "gpu_us", ours, before, "library and kernels around it")
 
 
+def layer_rows(records: list[Record], before: list[Record]) -> Iterator[Row]:
+    """What is chosen against what was, and against the best of the others where that is better by 2 %."""
+    was = {r["case"]: r["us"] for r in before if "us" in r and r["variant"] == "default"}
+    for case, found in by_case([r for r in records if "us" in r]).items():
+        if "default" not in found:
+            continue
+        ours, best = found["default"]["us"], min(found.values(), key=lambda r: float(r["us"]))
+        if case in was:
+            yield compare("a layer of a decode step", case, "gpu_us", ours, was[case], "before")
+        if best["us"] < 0.98 * ours:
+            yield compare("a layer of a decode step", case, "gpu_us", ours, best["us"], best["variant"])
+
+
 def report_of(what: str, documents: list[Record], commit: str, date: str, notes: list[str]) -> Report:
     first = documents[0]
     command = "; ".join(dict.fromkeys(_command(d["command"]) for d in documents))
@@ -130,7 +144,7 @@ def _command(line: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kernels", "attention", "few-rows"))
+    parser.add_argument("what", choices=("kernels", "attention", "few-rows", "decode-layer"))
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--date", required=True, help="of the run")
@@ -146,6 +160,11 @@ def main() -> None:
         return
     if args.what == "few-rows":
         report.rows = list(few_rows_rows(records))
+        print(write(report, args.results))
+        return
+    if args.what == "decode-layer":
+        before = [record for document in documents[1:] for record in document["records"]]
+        report.rows = list(layer_rows(documents[0]["records"], before))
         print(write(report, args.results))
         return
     found = list(attention_rows(records))

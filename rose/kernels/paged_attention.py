@@ -47,13 +47,15 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     """
     programs = max(1, num_rows * num_kv_heads)
     if programs <= 16:
-        num_splits, min_keys = (64, 64) if head_dim <= 64 else (32, 128 if tile_rows <= _MIN_TILE_ROWS else 64)
+        large = head_dim >= 128 and tile_rows <= _MIN_TILE_ROWS  # as much as a tile may hold
+        block_n, num_stages = (128, 3) if large else (64, 3)
+        num_splits, min_keys = 64 if head_dim <= 64 else 32, block_n
     else:
+        block_n, num_stages = 32 if programs > 256 else 64, 4
         num_splits = max(_MIN_SPLITS, 256 // next_power_of_2(programs))
         min_keys = 128 if programs <= 64 else 256 if programs <= 128 else 4096
-    block_n = 32 if programs > 256 else 64
     num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
-    return Splits(num_splits, min_keys, block_n, 4, 3 if head_dim <= 64 else 4)
+    return Splits(num_splits, min_keys, block_n, 4, num_stages)
 
 
 @triton.jit

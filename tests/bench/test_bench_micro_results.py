@@ -80,3 +80,16 @@ def test_attention_is_that_of_todays_tiles(tmp_path: Path) -> None:
     (row,) = made["rows"]  # type: ignore[misc]
     assert (row["ours"], row["peer"], row["ratio"]) == (4.0, 7.0, 1.75)
     assert "| d128 16:8 full | 1x128 | 4.0 | – | 7.0 | – | – | triton |" in text
+
+
+def test_layers_against_those_before_and_against_better_ones(tmp_path: Path) -> None:
+    now = [record("a", "default", 100.0), record("a", "attention 1/2", 97.0), record("b", "default", 50.0)]
+    now += [record("b", "attention 1/2", 49.5), record("c", "attention 1/2", 1.0)]
+    before = [record("a", "default", 110.0), record("a", "attention 1/2", 90.0), record("c", "default", 2.0)]
+    files = write(tmp_path / "now.json", now), write(tmp_path / "before.json", before)
+    rows = run(tmp_path, "decode-layer", *files)[0]["rows"]
+    assert isinstance(rows, list)
+    assert [(r["case"], r["ours"], r["peer"], r["peer_name"]) for r in rows] == [
+        ("a", 100.0, 110.0, "before"),
+        ("a", 100.0, 97.0, "attention 1/2"),
+    ]
