@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -215,3 +216,9 @@ def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False
         return None
     num_stages = 4 if num_columns == _NARROW else 3  # of as many programs as there is room for at once
     return Block(16, next(tile for tile in (512, 256, 128, 64) if depth % tile == 0), 2, num_stages, 2, tiled=True)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ [M, N], by whatever is fastest for as many rows; x [M, K], weight [N, K] contiguous, of one dtype."""
+    block = None if x.dtype == torch.float32 else block_of(len(x), *weight.shape)
+    return F.linear(x, weight) if block is None else few_rows_product(x, weight, block=block)

@@ -20,7 +20,6 @@ from rose.kernels.launch import next_power_of_2, pdl
 from rose.kernels.ragged_attention import _LOG2_E, _softmax_block
 
 MAX_SHORT = 8  # queries of a row that these kernels take
-_MIN_SPLITS = 4
 _MIN_TILE_ROWS = 16  # of a tensor-core product
 _MERGE_ROWS, _MERGE_PARTS = 8, 16  # added up at once
 NUM_COUNTERS = 1 << 16  # rows times KV heads of a launch that divides its rows
@@ -43,19 +42,21 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have;
     `tile_rows`: queries of a row times heads that share a KV head. Few rows: parts as short as a tile, to have programs
     for the whole device. Many rows: parts so long that typical rows have one, but enough of them that a single long
-    row does not hold up the step; tiles so small that four programs share a multiprocessor.
+    row does not hold up the step; tiles so small that several programs share a multiprocessor.
     """
-    programs = max(1, num_rows * num_kv_heads)
+    programs, narrow = max(1, num_rows * num_kv_heads), tile_rows <= _MIN_TILE_ROWS
     if programs <= 16:
-        large = head_dim >= 128 and tile_rows <= _MIN_TILE_ROWS  # as much as a tile may hold
-        block_n, num_stages = (128, 3) if large else (64, 3)
-        num_splits, min_keys = 64 if head_dim <= 64 else 32, block_n
+        if head_dim <= 64:
+            found = Splits(64, 64, 64, 4, 3)
+        else:
+            found = Splits(32, 128, 128, 4, 2) if narrow else Splits(32, 64, 64, 4, 3)
+    elif programs <= 64:
+        found = Splits(256 // next_power_of_2(programs), 128, 64, 4, 4)
+    elif programs <= 128:
+        found = Splits(4, 4096, 128, 4, 3) if narrow else Splits(4, 256, 64, 4, 3)
     else:
-        block_n, num_stages = 32 if programs > 256 else 64, 4
-        num_splits = max(_MIN_SPLITS, 256 // next_power_of_2(programs))
-        min_keys = 128 if programs <= 64 else 256 if programs <= 128 else 4096
-    num_splits = min(num_splits, next_power_of_2(-(-max_keys // min_keys)))
-    return Splits(num_splits, min_keys, block_n, 4, num_stages)
+        found = Splits(4, 4096, 32 if programs > 256 else 64, 4, 4) if narrow else Splits(4, 4096, 64, 4, 3)
+    return found._replace(num_splits=min(found.num_splits, next_power_of_2(-(-max_keys // found.min_keys))))
 
 
 @triton.jit

@@ -31,11 +31,12 @@ class DraftVocab:
         self._places[ids] = torch.arange(len(ids), dtype=torch.int32, device=rows.device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        said = F.linear(hidden, self._rows)
-        if kernels.has_kernels(said):
+        if kernels.has_kernels(hidden):
             from rose.kernels.draft_rows import spread_logits
+            from rose.kernels.few_rows import linear
 
-            return spread_logits(said, self._places)
+            return spread_logits(linear(hidden, self._rows), self._places)
+        said = F.linear(hidden, self._rows)
         logits = torch.full((len(said), len(self._places)), float("-inf"), device=said.device)
         logits[:, self._ids] = said.float()
         return logits

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rose.kernels.few_rows import MAX_ROWS, Block, block_of, few_rows_product
+from rose.kernels.few_rows import MAX_ROWS, Block, block_of, few_rows_product, linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (
@@ -91,3 +91,11 @@ def test_every_block_fits_its_shape() -> None:
                 assert block is None or columns % block.columns == 0
                 assert block is None or not block.tiled or depth % block.depth == 0
                 assert block is None or block.tiled or num_rows <= 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_linear_is_the_product_whatever_makes_it(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(n, 128, device=DEVICE).to(dtype) for n in (2 * num_rows, 64))
+    x = x[::2]  # rows that are not next to each other
+    torch.testing.assert_close(linear(x, weight).float(), x.float() @ weight.float().T, atol=0.05, rtol=0.02)
