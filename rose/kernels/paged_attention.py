@@ -46,10 +46,7 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     """
     programs, narrow = max(1, num_rows * num_kv_heads), tile_rows <= _MIN_TILE_ROWS
     if programs <= 16:
-        if head_dim <= 64:
-            found = Splits(64, 64, 64, 4, 3)
-        else:
-            found = Splits(32, 128, 128, 4, 2) if narrow else Splits(32, 64, 64, 4, 3)
+        found = Splits(64, 64, 64, 4, 3) if head_dim <= 64 else Splits(32, 64, 64, 4, 4)
     elif programs <= 64:
         found = Splits(256 // next_power_of_2(programs), 128, 64, 4, 4)
     elif programs <= 128:
