@@ -97,7 +97,7 @@ def test_one_program_a_row_and_the_default_launch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 5])
 def test_the_default_launch_of_large_heads(num_queries: int) -> None:
-    """Tiles of 128 keys where heads and queries of a key are few, else of 64."""
+    """One query, and as many that their heads are two tiles of rows."""
     paged = Paged([num_queries] * 2, [num_queries, 300], (4, 1), 128, DTYPE)
     paged.check(paged.decode(num_queries, None), rows=[0, 1])
 
