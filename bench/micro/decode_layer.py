@@ -24,6 +24,7 @@ from rose.attention.paged import PagedRows
 from rose.attention.paged_triton import TritonPagedBackend
 from rose.kernels import paged_attention
 from rose.kernels.few_rows import Block, block_of
+from rose.kernels.launch import next_power_of_2
 from rose.kernels.paged_attention import Splits
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate
 from rose.layers import kernel_layers
@@ -36,21 +37,11 @@ NUM_LAYERS = {"8b": 12, "1b": 16}
 BLOCKS_PER_ROW, MOST_ROWS = 256, 128
 SERVED_BLOCKS = 512  # of a row, of which most are never used
 CONTEXTS = (540, 4000)
+NUM_KV_HEADS, GROUP = 8, 4
 ROWS = {  # and queries of each
     "8b": ((1, 1), (1, 3), (1, 5), (8, 1), (4, 5), (16, 1), (16, 5), (32, 1), (64, 2), (64, 5), (128, 1)),
     "1b": ((1, 1), (1, 2), (8, 1)),
 }
-
-
-class Point(NamedTuple):
-    shape: str
-    num_rows: int
-    q: int
-    context: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.shape} rows {self.num_rows} q {self.q} context {self.context}"
 
 
 class Variant(NamedTuple):
@@ -65,6 +56,24 @@ class Variant(NamedTuple):
         if self.splits is not None:
             return "attention " + "/".join(map(str, self.splits))
         return "default" if self.block is None else f"{self.product} {'/'.join(map(str, self.block[:5]))}"
+
+
+class Point(NamedTuple):
+    shape: str
+    num_rows: int
+    q: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} rows {self.num_rows} q {self.q} context {self.context}"
+
+    @property
+    def chosen(self) -> Variant:
+        """What is taken for rows without a limit."""
+        tile_rows = max(16, next_power_of_2(self.q * GROUP))
+        head_dim = config(self.shape, 1).head_dim
+        return Variant(paged_attention.default_splits(self.num_rows, NUM_KV_HEADS, head_dim, 1 << 30, tile_rows))
 
 
 def config(shape: str, num_layers: int) -> ModelConfig:
@@ -153,12 +162,12 @@ def points() -> Iterator[Point]:
 def variants(point: Point, head_dim: int) -> Iterator[Variant]:
     """The choice first."""
     yield Variant()
-    programs, short = point.num_rows * 8, point.context == CONTEXTS[0]
+    programs, short = point.num_rows * NUM_KV_HEADS, point.context == CONTEXTS[0]
     if programs <= 16:
         launches = [(32, 64), (32, 128), (64, 64)]
     else:
         launches = [(4, 128), (8, 128)] if programs <= 64 else [(4, 256), (4, 4096), (1, 512)]
-    tiles = [(64, 4, 3), (64, 4, 4), (32, 4, 4)] + ([(128, 4, 3)] if point.q * 4 <= 16 and head_dim == 128 else [])
+    tiles = [(64, 4, 3), (64, 4, 4), (32, 4, 4)] + ([(128, 4, 3)] if point.q * GROUP <= 16 and head_dim == 128 else [])
     for num_splits, min_keys in launches:
         for tile in tiles:
             if tile[0] <= min_keys:
