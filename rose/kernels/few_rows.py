@@ -7,7 +7,6 @@ before the kernel in front has ended (rose.kernels.launch). A row's result does 
 tiles not on how many there are.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rose.kernels.activation import swiglu
-from rose.kernels.launch import next_power_of_2, pdl
+from rose.kernels.launch import next_power_of_2, pdl, stages_that_fit
 
 MAX_ROWS = 32
 _LINE = tl.constexpr(64)  # values of 128 bytes
@@ -168,9 +167,10 @@ def few_rows_product(
         out = x.new_empty(num_rows, num_columns) if residual is None else residual
     padded_rows = max(16, next_power_of_2(num_rows)) if block.tiled else num_rows
     grid, sizes = (num_columns // block.columns,), (num_columns, depth, x.stride(0))
+    stage_bytes = block.depth * (block.columns * (2 if gated else 1) + padded_rows) * x.element_size()
     options = {
         "GATED": gated, "ADD": residual is not None, "ROWS": padded_rows, "BLOCK_N": block.columns,
-        "BLOCK_K": block.depth, "STAGES": _stages_that_fit(block, padded_rows, x, gated=gated), "EARLY": block.early,
+        "BLOCK_K": block.depth, "STAGES": stages_that_fit(block.num_stages, stage_bytes, x), "EARLY": block.early,
         "num_warps": block.num_warps, **pdl(x),
     }  # fmt: skip
     if block.tiled:
@@ -182,20 +182,6 @@ def few_rows_product(
             x, weight, norm_weight, residual, out, *sizes, eps, NORM=norm is not None, **options
         )
     return out
-
-
-def _stages_that_fit(block: Block, padded_rows: int, x: Tensor, *, gated: bool) -> int:
-    """The block's tiles on their way, or as many as a multiprocessor of x's device has shared memory for."""
-    if not x.is_cuda:
-        return block.num_stages
-    values = block.depth * (block.columns * (2 if gated else 1) + padded_rows)
-    return max(1, min(block.num_stages, _shared_bytes(x.device) // (values * x.element_size())))
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    return found
 
 
 def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False, norm: bool = False) -> Block | None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 _PDL_CAPABILITY = (9, 0)  # Hopper
@@ -30,6 +31,19 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
 @cache
 def _has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
+
+
+def stages_that_fit(num_stages: int, stage_bytes: int, tensor: Tensor, other_bytes: int = 0) -> int:
+    """As many tiles on their way, or fewer: what a multiprocessor of the tensor's device has shared memory for."""
+    if not tensor.is_cuda:
+        return num_stages
+    return max(1, min(num_stages, (_shared_bytes(tensor.device) - other_bytes) // stage_bytes))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return found
 
 
 def next_power_of_2(n: int) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rose.kernels.launch import next_power_of_2, pdl
+from rose.kernels.launch import next_power_of_2, pdl, stages_that_fit
 from rose.kernels.ragged_attention import _LOG2_E, _softmax_block
 
 MAX_SHORT = 8  # queries of a row that these kernels take
@@ -62,6 +62,12 @@ def _parts(length, num_splits, min_keys, BLOCK_N: tl.constexpr):
     each = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
     each = tl.maximum(each, min_keys)
     return each, tl.maximum(tl.cdiv(length, each), 1)
+
+
+@triton.jit
+def _blocks(table_ptr, key, end, BLOCK_SIZE: tl.constexpr):
+    """Of a row's keys before `end`; table_ptr is the row's."""
+    return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
 
 
 @triton.jit
@@ -125,8 +131,7 @@ def _attend_part_kernel(
     length = tl.load(kv_lengths_ptr + row)
     each, num_parts = _parts(length, num_splits, min_keys, BLOCK_N)
     if (num_queries > 0) & (num_queries <= short) & (part < num_parts):
-        lane = tl.arange(0, HEAD_DIM)
-        tile_row = tl.arange(0, BLOCK_M)
+        lane, tile_row = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_M)
         query = tile_row // GROUP
         present = query < num_queries
         position = length - num_queries + query
@@ -138,15 +143,14 @@ def _attend_part_kernel(
         begin = part * each
         end = tl.minimum(begin + each, length)
         table_ptr += row * table_stride
-        key = begin + tl.arange(0, BLOCK_N)
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)  # known before its tile's turn
+        block = _blocks(table_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)  # known before its tile's turn
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             key = start + tl.arange(0, BLOCK_N)
             inside = key < end
             at = ((block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_ptr + at[None, :] + lane[:, None], mask=inside[None, :], other=0.0)
             v = tl.load(v_ptr + at[:, None] + lane[None, :], mask=inside[:, None], other=0.0)
-            block = tl.load(table_ptr + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < end, other=0)
+            block = _blocks(table_ptr, key + BLOCK_N, end, BLOCK_SIZE)
             scores = tl.dot(q, k, input_precision="ieee")
             acc, row_max, row_sum = _softmax_block(
                 scores, acc, row_max, row_sum, v, key, position, end, scale, True, True
@@ -219,11 +223,14 @@ def paged_attention(
     logarithm = q.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32) if divided else out
     if counters is None:
         counters = kv_lengths.new_zeros(programs) if divided else kv_lengths  # not read otherwise
+    tile_bytes = 2 * splits.block_n * head_dim * q.element_size()  # of keys and values
+    other_bytes = tile_rows * (head_dim + splits.block_n) * q.element_size()
+    num_stages = 1 + stages_that_fit(splits.num_stages - 1, tile_bytes, q, other_bytes)  # one is being multiplied
     _attend_part_kernel[(num_kv_heads, num_rows, num_splits)](
         q, k_cache, v_cache, out, part, logarithm, counters, cu_seqlens_q, kv_lengths, block_table,
         num_tokens, max_q_len, num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=tile_rows,
-        BLOCK_N=splits.block_n, STAGES=splits.num_stages,
+        BLOCK_N=splits.block_n, STAGES=num_stages,
         MERGE_ROWS=min(_MERGE_ROWS, next_power_of_2(group * max_q_len)), MERGE_PARTS=_MERGE_PARTS,
         num_warps=splits.num_warps, **pdl(q),
     )  # fmt: skip
