@@ -46,7 +46,7 @@ def positions_of(ids: Tensor) -> Tensor:
 
 
 class Checked:
-    """Of every `EACH` rows one is compared. `num_checked`: drafts that were; `num_lapsed`: rows that had none.
+    """Of every `each` rows one is compared. `num_checked`: drafts that were; `num_lapsed`: rows that had none.
 
     Random heads are hardly ever right, so the target of one gets drafts of `texts` (tests.rose.speculation.hook):
     what it accepts must not matter to what the head says next.
@@ -55,6 +55,7 @@ class Checked:
     def __init__(self, proposer: Proposer, target: Target, parts: ProposerParts, texts: Texts) -> None:
         self._proposer, self._target, self._residents = proposer, target, parts.residents
         self._hook = Hook(parts.residents.slots, texts, 0.7, target.facts.vocab_size)
+        self.each = EACH
         self._num_rows = self.num_checked = self.num_lapsed = 0
 
     def propose(self, rows: DraftRows) -> Drafts:
@@ -64,7 +65,7 @@ class Checked:
             assert count in (0, limit)
             self.num_lapsed += count < limit
             self._num_rows += 1
-            if self._num_rows % EACH == 0:
+            if self._num_rows % self.each == 0:
                 self._check(slot, drafts.tokens[row, :count])
         if not isinstance(self._proposer, Mtp):
             return drafts

@@ -23,12 +23,12 @@ GRAMMAR = LLMatcher.grammar_from_regex("([a-c]{1,3}[0-9]{2}-)*end")
 
 
 def make_runner(
-    directory: Path, speculation: SpeculationConfig | None = None, blocks: int = LARGE_CACHE
+    directory: Path, speculation: SpeculationConfig | None = None, blocks: int = LARGE_CACHE, **settings: int
 ) -> ModelRunner:
     """One of the tiny models. A proposer with a cache of its own has fewer blocks."""
     config = RankConfig(
         device="cpu", dtype="float32", num_threads=1, kv_cache_bytes=blocks * BLOCK_BYTES,
-        speculation=speculation or SpeculationConfig(), **LIMITS,
+        speculation=speculation or SpeculationConfig(), **LIMITS, **settings,
     )  # fmt: skip
     runner = ModelRunner(DecoderLoader("tiny", directory, config))
     runner.load()
@@ -51,13 +51,25 @@ def make_jobs(seed: int = 3, temperature: float = 0.0) -> Jobs:
         {"min_tokens": 7, "logit_bias": {EOS_TOKEN_ID: 30.0}, "ignore_eos": False, "logprobs": 2},
         {"max_tokens": 3},
         {"max_tokens": 1},
+        {"prompt_logprobs": 2, "logprobs": 1},
     ]
     jobs: Jobs = []
     for index, kind in enumerate(kinds):
         prompt = base[: draw.randrange(3, 58)] + [draw.randrange(5, VOCAB_SIZE) for _ in range(1 + index % 3)]
         fields = {"max_tokens": draw.randrange(25, 50), "temperature": temperature, "seed": index, "ignore_eos": True}
         jobs.append((prompt, SamplingParams(**(fields | kind))))
-    return jobs
+    params = SamplingParams(temperature=temperature, seed=len(jobs), max_tokens=7, ignore_eos=True, prompt_logprobs=0)
+    return [*jobs, (base[:56], params)]
+
+
+def check_numbers(prompt: list[int], params: SamplingParams, answer: Answer) -> None:
+    """As many log probabilities as were asked for, with each token; the first of a prompt has none."""
+    for num_top, tokens, logprobs, top in (
+        (params.logprobs, answer.tokens, answer.logprobs, answer.top),
+        (params.prompt_logprobs, prompt[1:], answer.prompt_logprobs, answer.prompt_top),
+    ):
+        assert len(logprobs) == (0 if num_top is None else len(tokens))
+        assert [len(each) for each in top] == [num_top] * (len(tokens) if num_top else 0)
 
 
 class Matrix:
@@ -71,10 +83,12 @@ class Matrix:
         for index in range(4):  # ends in the midst of an output, at the first such token from a minimum on
             prompt = self.jobs[index][0]
             stop, least = self.answers[index].tokens[14 + index], 5 + index
-            fields = {"stop_token_ids": (stop,), "min_tokens": least, "max_tokens": 45}
+            fields = {"stop_token_ids": (stop,), "min_tokens": least, "max_tokens": 45, "logprobs": index}
             self.jobs.append((prompt, SamplingParams(temperature=temperature, seed=index, ignore_eos=True, **fields)))
             self.answers.append(self._alone(self.jobs[-1]))
         assert {answer.end for answer in self.answers} == {"stop", "length"}
+        for job, answer in zip(self.jobs, self.answers, strict=True):
+            check_numbers(*job, answer)
         self._runner.close()
 
     def _alone(self, job: tuple[list[int], SamplingParams]) -> Answer:
@@ -91,6 +105,7 @@ class Matrix:
         found = replica.run(self.jobs, random.Random(1), aborts, arrival=0.8)
         for index, (answer, expected) in enumerate(zip(found, self.answers, strict=True)):
             self._check(index, answer, expected)
+        replica.check_nothing_left()
         return replica
 
     def check_alone(self, runner: ModelRunner) -> int:
@@ -101,6 +116,7 @@ class Matrix:
             answer = replica.run([job], random.Random(0))[0]
             self._check(index, answer, self.answers[index])
             num_cut += replica.figures.num_accepted_tokens - answer.num_accepted_tokens
+            replica.check_nothing_left()
         return num_cut
 
     def _check(self, index: int, answer: Answer, expected: Answer) -> None:

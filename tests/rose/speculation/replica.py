@@ -2,7 +2,7 @@
 
 import random
 import select
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from ipc.step import StepFailed, StepPlan, StepResult
 from ipc.step_ring import Arrays, generate_layout, local_slots
 from ipc.submit import Submit, TokenChunk, TokenDelta
 from ipc.types import SamplingParams
+from rose.host_slots import EMPTY
 from rose.model_runner import ModelRunner
 from rose.runner import LazyTensor, OutOfMemory
 from scheduler.config import SchedulerConfig
@@ -23,6 +24,7 @@ from scheduler.request import Request
 from scheduler.stats import Stats
 
 Jobs = list[tuple[list[int], SamplingParams]]
+Tops = list[list[tuple[int, float]]]  # ids and log probabilities
 
 
 @dataclass
@@ -31,18 +33,26 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_ids: list[list[int]] = field(default_factory=list)
+    top: Tops = field(default_factory=list)  # for each token, the most probable first
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top: Tops = field(default_factory=list)
     end: str = ""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def same(self, other: "Answer") -> bool:
-        """Tokens and end; log probabilities up to rounding, which depends on how many rows are computed together."""
-        return (
-            (self.tokens, self.end) == (other.tokens, other.end)
-            and len(self.logprobs) == len(other.logprobs)
-            and np.allclose(self.logprobs, other.logprobs, atol=1e-4)
-        )
+        """Tokens, end, whose log probabilities; these up to rounding, which depends on how many rows are computed
+        together."""
+        return self._told() == other._told() and np.allclose(self._values(), other._values(), atol=1e-4)
+
+    def _told(self) -> tuple[object, ...]:
+        """What is the same to the bit: ids, and how many values there are of each kind."""
+        ids = [[[token for token, _ in each] for each in tops] for tops in (self.top, self.prompt_top)]
+        return self.tokens, self.end, len(self.logprobs), len(self.prompt_logprobs), ids
+
+    def _values(self) -> list[float]:
+        tops = [value for each in (*self.top, *self.prompt_top) for _, value in each]
+        return [*self.logprobs, *self.prompt_logprobs, *tops]
 
 
 class Replica:
@@ -84,7 +94,33 @@ class Replica:
                 pass
             if self.flying:
                 self._finish()
+            self.check_memory()
         return [self.answers[chunk_id] for chunk_id in range(len(jobs))]
+
+    def check_memory(self) -> None:
+        """Every block is free or held by as many as have it, and nobody has more than steps in flight may write to."""
+        residents, facts = self.planner.residents, self.runner.facts
+        held = Counter(block for sequence in residents.running for block in sequence.blocks)
+        assert residents.blocks.num_holders == [held[block] for block in range(facts.num_blocks)]
+        assert residents.blocks.num_free == facts.num_blocks - len(held)
+        ahead = (facts.max_draft_tokens + 1) * facts.num_steps_in_flight
+        for sequence in residents.running:
+            most = min(len(sequence.ids) + ahead, sequence.limit)
+            assert len(sequence.blocks) <= residents.num_blocks_for(most), f"{len(sequence.ids)} tokens"
+
+    def check_nothing_left(self) -> None:
+        """After `run`: every block, slot and lane is free, at the planner and in the rank's own state."""
+        while self._launch():  # releases of the last sequences
+            self._finish()
+        self.check_memory()
+        planner, facts = self.planner, self.runner.facts
+        assert planner.residents.blocks.num_free == facts.num_blocks
+        assert sorted(planner.residents.free_slots) == list(range(facts.max_num_seqs))
+        assert planner.roster.lanes.num_used == 0
+        rank = self.runner.device._decoder._residents  # type: ignore[attr-defined]
+        assert (rank.host.generation == EMPTY).all()
+        assert (rank.slots.block_table == rank.slots.dummy_block).all()
+        assert not rank.slots.num_tokens[: facts.max_num_seqs].any()
 
     def _launch(self) -> bool:
         plan, replies = self.planner.plan(1.0, self.free[0], self.slots[self.free[0]])
@@ -120,7 +156,9 @@ class Replica:
         answer.num_draft_tokens += delta.num_draft_tokens
         answer.num_accepted_tokens += delta.num_accepted_tokens
         answer.logprobs += delta.logprobs
-        answer.top_ids += [[token for token, _ in each] for each in delta.top_logprobs]
+        answer.top += delta.top_logprobs
+        answer.prompt_logprobs += delta.prompt_logprobs
+        answer.prompt_top += delta.prompt_top_logprobs
         if delta.finish_reason:
             answer.end = delta.finish_reason
         elif len(answer.tokens) >= self.aborts.get(delta.chunk_id, 1 << 30):

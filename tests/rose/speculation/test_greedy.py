@@ -6,16 +6,23 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
 from rose.model_runner import ModelRunner
+from rose.models.config import read_config
+from rose.models.load import load_model
+from rose.models.task import GenerateTask
 from rose.speculation import registry
+from tests.rose.speculation.checked import Batch, attend, positions_of
 from tests.rose.speculation.hook import load_hook
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
-from tests.rose.speculation.replica import Replica
+from tests.rose.speculation.replica import Answer, Replica
 from tests.rose.tiny_lm import write_llama, write_qwen3
 
+CPU = torch.device("cpu")
 NGRAM, OFTEN = "n_gram", "hook"
 LETTER_A = 3 + ord("a")  # in the tiny models' vocabulary
 # more readings than a matcher may follow, from a few letters on
@@ -94,6 +101,33 @@ def test_alone(matrix: Matrix) -> None:
     """Outputs end in the midst of accepted drafts, too."""
     with runner_with(matrix, OFTEN, 3) as runner:
         assert matrix.check_alone(runner) > 0
+
+
+def test_log_probabilities_are_the_models_own_at_every_place(matrix: Matrix) -> None:
+    """Of accepted drafts, of what follows a rejection, up to an end in the midst of a step's tokens."""
+    prompt, params = matrix.jobs[1]
+    ends = [replace(params, stop_token_ids=(token,)) for token in matrix.answers[1].tokens[6:12]]
+    jobs = [job for job in matrix.jobs if job[1].logprobs] + [(prompt, each) for each in ends]
+    model = load_model(matrix.directory, read_config(matrix.directory), GenerateTask(()), CPU, torch.float32)
+    num_rejected = num_cut = 0
+    with runner_with(matrix, OFTEN, 3) as runner:
+        for prompt, params in jobs:
+            replica = Replica(runner)
+            answer = replica.run([(prompt, params)], Random(0))[0]
+            num_rejected += answer.num_draft_tokens - replica.figures.num_accepted_tokens
+            num_cut += replica.figures.num_accepted_tokens - answer.num_accepted_tokens
+            ids = torch.tensor([*prompt, *answer.tokens], dtype=torch.int32)
+            logits = model.logits(model(Batch(ids, positions_of(ids)), attend))  # type: ignore[operator]
+            expected = logits[len(prompt) - 1 : -1].log_softmax(1)
+            own, top = expected[range(len(answer.tokens)), answer.tokens], expected.topk(params.logprobs or 0)
+            tops = [
+                list(zip(*each, strict=True)) for each in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            ]
+            assert answer.same(
+                Answer(answer.tokens, own.tolist(), tops, answer.prompt_logprobs, answer.prompt_top, answer.end)
+            )
+    assert num_rejected > 0
+    assert num_cut > 0
 
 
 @pytest.mark.parametrize("proposer", [NGRAM, OFTEN])
