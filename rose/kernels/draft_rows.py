@@ -14,6 +14,7 @@ from rose.slots import RowInputs, Slots
 
 _BLOCKS = 1024  # entries of a block table looked at at a time
 _TOKENS = 128  # of a row, whose blocks are marked at a time
+_LACKS_LAST = tl.constexpr(2)  # of a block, as in rose.speculation.passes; 1: it is whole, 0: it has a gap
 _SIZE = 4096  # values of a hidden state copied at a time
 
 
@@ -21,13 +22,15 @@ _SIZE = 4096  # values of a hidden state copied at a time
 def _covered(
     whole_ptr, table_ptr, length, covered, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """`covered`, or 0 where a block of the first `length` positions has a gap; table_ptr is the row's."""
+    """`covered`, or 0 where a block of the first `length` positions has a gap, but at the very last; table_ptr is the
+    row's."""
     num_blocks = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
     for begin in range(0, num_blocks, BLOCKS):
         index = begin + tl.arange(0, BLOCKS)
         block = tl.load(table_ptr + index, mask=index < num_blocks, other=0)
         whole = tl.load(whole_ptr + block, mask=index < num_blocks, other=1)
-        covered = tl.minimum(covered, tl.min(whole.to(tl.int32), axis=0))
+        fine = (whole == 1) | ((whole == _LACKS_LAST) & ((index + 1) * BLOCK_SIZE == length))
+        covered = tl.minimum(covered, tl.min(fine.to(tl.int32), axis=0))
     return covered
 
 
@@ -90,7 +93,7 @@ def row_places(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The fields of rose.speculation.passes.RowPlaces but the last, and those of Pairs (`from_before`; else none).
 
-    rows, limits int32 [R]; whole bool [num_blocks + 1].
+    rows, limits int32 [R]; whole uint8 [num_blocks + 1].
     """
     assert rows.is_contiguous(), "read as dense"
     assert limits.is_contiguous(), "read as dense"
@@ -178,9 +181,9 @@ def tokens_before(slots: Slots, inputs: RowInputs) -> tuple[Tensor, ...]:
 @triton.jit(do_not_specialize=["num_tokens"])
 def _close_kernel(
     slots_ptr, cu_seqlens_ptr, kv_lengths_ptr, mapping_ptr, table_ptr, whole_ptr, given_ptr, new_ptr, recycled_ptr,
-    hidden_ptr, table_stride, num_tokens, hidden_size,
-    FILLED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
-    SIZE: tl.constexpr, PDL: tl.constexpr,
+    hidden_ptr, table_stride, num_tokens, hidden_size, num_places,
+    FILLED: tl.constexpr, LACKS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
@@ -188,14 +191,23 @@ def _close_kernel(
         gdc_wait()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     start, end = tl.load(cu_seqlens_ptr + row), tl.load(cu_seqlens_ptr + row + 1)
-    value = start * 0
+    value, lacking = start * 0, -1  # block that lacks its last entry
     if FILLED:
+        table_ptr += slot * table_stride
         before = tl.load(kv_lengths_ptr + row) - (end - start)
-        value = _covered(whole_ptr, table_ptr + slot * table_stride, before, value + 1, BLOCK_SIZE, BLOCKS)
+        value = _covered(whole_ptr, table_ptr, before, value + 1, BLOCK_SIZE, BLOCKS)
+        ends_block = (value != 0) & (before > 0) & (before % BLOCK_SIZE == 0)
+        ended = tl.load(table_ptr + tl.maximum(before - 1, 0) // BLOCK_SIZE)
+        tl.store(whole_ptr + ended, (value * 0 + 1).to(tl.uint8), mask=ends_block)
+        if LACKS:
+            new = tl.load(new_ptr + row)
+            lacks = (value != 0) & (new == num_places) & ((before + new) % BLOCK_SIZE == 0)
+            lacking = tl.load(mapping_ptr + start + new - 1, mask=lacks, other=-BLOCK_SIZE) // BLOCK_SIZE
     for begin in range(start, end, TOKENS):
         token = begin + tl.arange(0, TOKENS)
         block = tl.load(mapping_ptr + token, mask=token < end, other=0) // BLOCK_SIZE
-        tl.store(whole_ptr + block, tl.zeros((TOKENS,), tl.uint8) + value.to(tl.uint8), mask=token < end)
+        mark = tl.where(block == lacking, _LACKS_LAST, value)
+        tl.store(whole_ptr + block, mark.to(tl.uint8), mask=token < end)
     if HIDDEN:
         given = tl.load(given_ptr + row)
         kept = tl.where(given > 0, given, tl.load(new_ptr + row))
@@ -214,14 +226,16 @@ def close_rows(
     paged: tuple[Tensor, Tensor, Tensor],
     *,
     filled: bool,
+    num_places: int = 0,
     kept: tuple[Tensor, Tensor] | None = None,
     states: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Marks the blocks of a step's tokens in `whole` (bool [num_blocks + 1], see rose.speculation.kept_blocks), and
-    copies what a head made of each row's last token that counts to the row's slot.
+    """Marks the blocks of a step's tokens in `whole` (uint8 [num_blocks + 1], see rose.speculation.kept_blocks), and
+    copies what a head made of each row's last token that counts to the row's slot. Rows of `num_places` new tokens have
+    no entry for their last draft; 0: all have.
 
     rows int32 [R]; paged: cu_seqlens_q [R + 1], kv_lengths [R], slot_mapping [T] of the step, int32. With `states`
-    (recycled [T, H] and hidden [S + 1, H], contiguous) `kept` are num_given and num_new, int32 [R].
+    (recycled [T, H] and hidden [S + 1, H], contiguous) or `num_places`, `kept` are num_given and num_new, int32 [R].
     """
     cu_seqlens, kv_lengths, slot_mapping = paged
     assert all(each.is_contiguous() for each in (rows, *paged, *(kept or ()), *(states or ()))), "read as dense"
@@ -229,9 +243,9 @@ def close_rows(
     given, new = kept or (None, None)
     size = 1 if hidden is None else hidden.shape[1]
     _close_kernel[(len(rows),)](
-        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole.view(torch.uint8), given, new, recycled,
-        hidden, slots.block_table.stride(0), len(slot_mapping), size,
-        FILLED=filled, HIDDEN=states is not None, BLOCK_SIZE=slots.block_size,
+        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole, given, new, recycled,
+        hidden, slots.block_table.stride(0), len(slot_mapping), size, num_places,
+        FILLED=filled, LACKS=num_places > 0, HIDDEN=states is not None, BLOCK_SIZE=slots.block_size,
         BLOCKS=min(_BLOCKS, next_power_of_2(slots.block_table.shape[1])), TOKENS=_TOKENS,
         SIZE=min(_SIZE, next_power_of_2(size)), **pdl(rows),
     )  # fmt: skip

@@ -57,7 +57,7 @@ class DraftModel:
         has_drafts = step.tokens.shape[1] > 1  # filled as they were made, but for the last
         if step.keep_draft and not has_drafts and self._kept.serves(step):
             self._fill(step)
-        self._kept.close(step, filled=step.keep_draft or has_drafts)
+        self._kept.close(step, filled=step.keep_draft or has_drafts, lacks_last=has_drafts)
 
     def prefill(self, step: Closing) -> None:
         self._fill(step)

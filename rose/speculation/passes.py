@@ -17,6 +17,8 @@ from rose.slots import RowInputs, Slots
 from rose.speculation import kernels
 from rose.speculation.protocol import DraftRows
 
+GAP, WHOLE, LACKS_LAST = range(3)  # a block: with a gap in it or before, without, without one but for its last entry
+
 
 class Tokens(NamedTuple):
     """What a model (int32 [T] each) and its attention read of T tokens."""
@@ -89,8 +91,8 @@ class Passes:
 def open_passes(
     slots: Slots, rows: DraftRows, num_passes: int, whole: Tensor | None, *, from_before: bool = False
 ) -> Passes:
-    """whole bool [num_blocks + 1]: which blocks of the draft's cache have no gap (rose.speculation.kept_blocks); None:
-    there are none. `from_before`: the first pass begins at each row's last but one known token."""
+    """whole uint8 [num_blocks + 1]: what each block of the draft's cache is (rose.speculation.kept_blocks); None: there
+    are no gaps. `from_before`: the first pass begins at each row's last but one known token."""
     if kernels.has_kernels(rows.slots):
         from rose.kernels.draft_rows import row_places
 
@@ -179,7 +181,9 @@ def _row_places(slots: Slots, rows: DraftRows, num_passes: int, whole: Tensor | 
 
 
 def covered(slots: Slots, whole: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    """bool [R]: whether the first `lengths` (int32 [R]) positions of slots `rows` (int32 [R]) have no gap."""
-    table = slots.block_table[rows]
-    begins = torch.arange(table.shape[1], device=rows.device) * slots.block_size
-    return (whole[table] | (begins >= lengths[:, None])).all(1)
+    """bool [R]: whether the first `lengths` (int32 [R]) positions of slots `rows` (int32 [R]) have no gap but at the
+    very last, which a pass that begins there makes up for. whole: as for open_passes."""
+    states, lengths = whole[slots.block_table[rows]], lengths[:, None]
+    begins = torch.arange(states.shape[1], device=rows.device) * slots.block_size
+    fine = (states == WHOLE) | ((states == LACKS_LAST) & (begins + slots.block_size == lengths))
+    return (fine | (begins >= lengths)).all(1)

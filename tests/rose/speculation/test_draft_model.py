@@ -17,12 +17,13 @@ from rose import cpu_decoder
 from rose.attention.paged import PagedKV
 from rose.config import RankConfig, SpeculationConfig
 from rose.decoder_loader import DecoderLoader
-from rose.kv_cache import KVShape, allocate
+from rose.kv_cache import BLOCK_SIZE, KVShape, allocate
 from rose.model_runner import ModelRunner
 from rose.models.config import ModelError, read_config
 from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
+from rose.speculation.passes import LACKS_LAST, WHOLE
 from tests.goldens import NUM_TOKENS, read_goldens
 from tests.rose.speculation.checked import Batch, attend, positions_of
 from tests.rose.speculation.replica import Jobs, Replica
@@ -82,14 +83,25 @@ def test_drafts_of_the_target_itself_are_all_accepted(
 
 @pytest.mark.parametrize("way", ["torch", "kernels"])
 def test_whole_steps_make_up_for_the_last_drafts_entry(tmp_path: Path, way: Way) -> None:
-    """The target's own drafts by the GPU's way too: all accepted, also behind a step without."""
+    """The target's own drafts by the GPU's way too: all accepted, also behind a step without. A block is known to lack
+    its last entry until that is made."""
     write_relative(tmp_path / "another model", write_models(tmp_path), noise=0.0)
     with going(way):
         world = World(tmp_path, "another model", way=way, device=torch.device("cpu"))
+        slots, num_lacking = world.residents.slots, 0
         for k in (3, 2, 0, 3, 0, 0, 1, 3):
             drafts, _, num_new = world.step(k)
             counts = num_new[:-1] - 1
             assert torch.equal(counts, torch.zeros_like(counts) if drafts is None else drafts.counts[:-1])
+            for slot, count in zip(SLOTS, counts.tolist(), strict=False):
+                num_computed = int(slots.num_computed[slot])
+                states = [WHOLE] * -(-num_computed // BLOCK_SIZE)
+                if num_computed % BLOCK_SIZE == 0 and count == k > 0:
+                    states[-1] = LACKS_LAST
+                    num_lacking += 1
+                own = slots.block_table[slot, : len(states)]
+                assert world.proposer._kept._whole[own].tolist() == states  # type: ignore[attr-defined]
+        assert num_lacking > 0
 
 
 @pytest.mark.parametrize("way", ["torch", "kernels"])

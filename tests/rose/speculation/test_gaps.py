@@ -111,16 +111,35 @@ def test_behind_a_block_that_a_crowd_left_with_a_gap_nothing_is_drafted(
         assert (num_checked > 5, num_lapsed) == (True, 0)
 
 
+def of_target_itself(target: Path, directory: Path) -> SpeculationConfig:
+    """Whose three drafts are always accepted."""
+    model = write_relative(directory, target, noise=0.0)
+    return SpeculationConfig(proposer="draft_model", model=str(model), num_draft_tokens=3, draft_lengths=[])
+
+
 def test_a_block_without_its_last_entry_is_completed(target: Path, tmp_path: Path) -> None:
     """A sequence ends with an accepted draft at the end of a block, no step behind it: one step in flight."""
-    write_relative(tmp_path, target, noise=0.0)
-    speculation = SpeculationConfig(proposer="draft_model", model=str(tmp_path), num_draft_tokens=3, draft_lengths=[])
-    with session(target, speculation, num_steps_in_flight=1) as served:
+    with session(target, of_target_itself(target, tmp_path), num_steps_in_flight=1) as served:
         (first,) = served.together((PROMPT, 13))  # one of the prompt, then three times four
         known = [*PROMPT, *first.tokens]
         assert len(known) == 2 * BLOCK_SIZE + 1
         assert served.lacking() == [BLOCK_SIZE - 1]
         hit, num_checked, num_lapsed = served.alone([*known, 70])
+        assert hit == 2 * BLOCK_SIZE
+        assert (num_checked > 5, num_lapsed) == (True, 0)
+        assert served.lacking() == []
+
+
+def test_a_block_without_its_last_entry_before_one_of_another_sequence(target: Path, tmp_path: Path) -> None:
+    """Two say the same, of which one ends as above: a hit finds its block first, then one of the other's."""
+    with session(target, of_target_itself(target, tmp_path), num_steps_in_flight=1) as served:
+        _, longer = served.together((PROMPT, 13), (PROMPT, 40))
+        known = [*PROMPT, *longer.tokens]
+        assert served.lacking() == [BLOCK_SIZE - 1]
+        hit, num_checked, num_lapsed = served.alone([*known, 70])
+        assert hit == 3 * BLOCK_SIZE
+        assert (num_checked, num_lapsed > 5) == (0, True)
+        hit, num_checked, num_lapsed = served.alone([*known[:33], 70])  # who goes on right behind it completes it
         assert hit == 2 * BLOCK_SIZE
         assert (num_checked > 5, num_lapsed) == (True, 0)
         assert served.lacking() == []
