@@ -11,11 +11,13 @@ from msgspec.structs import replace
 
 from ipc.types import SamplingParams
 from rose.config import SpeculationConfig
+from rose.kv_cache import BLOCK_SIZE
 from rose.model_runner import ModelRunner
 from rose.models.config import read_config
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.speculation import registry
+from scheduler.llm.sequence import Sequence
 from tests.rose.speculation.checked import Batch, attend, positions_of
 from tests.rose.speculation.hook import load_hook
 from tests.rose.speculation.matrix import SMALL_CACHE, Matrix, make_runner
@@ -101,6 +103,26 @@ def test_alone(matrix: Matrix) -> None:
     """Outputs end in the midst of accepted drafts, too."""
     with runner_with(matrix, OFTEN, 3) as runner:
         assert matrix.check_alone(runner) > 0
+
+
+def test_blocks_reserved_for_drafts_are_given_back(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given up at every place of a block, drafts of the next one under way."""
+    with runner_with(matrix, OFTEN, 4) as runner:
+        replica = Replica(runner)
+        residents, num_spare = replica.planner.residents, 0
+        leave = residents.leave
+
+        def watch(sequence: Sequence) -> None:
+            nonlocal num_spare
+            num_spare += len(sequence.blocks) > residents.num_blocks_for(len(sequence.ids))
+            leave(sequence)
+
+        monkeypatch.setattr(residents, "leave", watch)
+        for count in range(1, BLOCK_SIZE + 1):
+            answer = replica.run(matrix.jobs[1:2], Random(0), {0: count})[0]
+            assert answer.end == "aborted"
+            replica.check_nothing_left()
+        assert num_spare > 1
 
 
 def test_log_probabilities_are_the_models_own_at_every_place(matrix: Matrix) -> None:
