@@ -243,7 +243,7 @@ def close_rows(
     given, new = kept or (None, None)
     size = 1 if hidden is None else hidden.shape[1]
     _close_kernel[(len(rows),)](
-        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole, given, new, recycled,
+        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole.view(torch.uint8), given, new, recycled,
         hidden, slots.block_table.stride(0), len(slot_mapping), size, num_places,
         FILLED=filled, LACKS=num_places > 0, HIDDEN=states is not None, BLOCK_SIZE=slots.block_size,
         BLOCKS=min(_BLOCKS, next_power_of_2(slots.block_table.shape[1])), TOKENS=_TOKENS,
