@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU and no network: tests, then the micro benchmarks. Run in the project's root.
+# What needs a GPU and no network: tests, memcheck of a small run, the encoder as one graph. Run in the project's root.
 #
 #     bash bench/device/gpu_tests.sh [OUT]        results go to OUT (default: $OUT, else bench/results/device)
 OUT="${1:-${OUT:-bench/results/device}}"
@@ -11,7 +11,7 @@ failed=0
 # warnings of this machine's versions are no errors; processes side by side share the compiling of kernels
 python3 -c 'import xdist' 2>/dev/null && parallel="-n 6" || parallel=""
 pytest="python3 -m pytest -o addopts= -W default -p no:cacheprovider -q"
-$pytest $parallel -m gpu tests/rose/test_gpu_*.py 2>&1 | tee "$OUT/gpu_tests.log" || failed=1
+$pytest $parallel -m gpu tests/rose/test_gpu_*.py tests/rose/speculation 2>&1 | tee "$OUT/gpu_tests.log" || failed=1
 $pytest $parallel tests/rose/test_cuda_encoder.py tests/rose/kernels tests/rose/attention 2>&1 | tee "$OUT/kernel_tests.log" || failed=1
 # every access of one small run, eager and captured, is within its memory
 compute-sanitizer --tool memcheck --error-exitcode 9 $pytest -m gpu tests/rose/test_gpu_encoder.py \

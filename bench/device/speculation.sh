@@ -3,8 +3,8 @@
 #
 #     bash bench/device/speculation.sh [--budget-s 240] [--shape llama-8b] [--size 1] [PART ...]
 #
-# Parts, in this order unless said otherwise: none mtp draft head vocab draft-vocab eagle http, and with --size 2 leader
-# (bench/micro/speculation_step.py says what they are). Each is a process with a share of the budget and a time limit; one
+# Parts, in this order unless said otherwise: none mtp draft head vocab draft-vocab eagle http, with --size 2 none mtp
+# leader draft (bench/micro/speculation_step.py says what they are). Each is a process with a share of the budget and a time limit; one
 # that fails does not stop the rest. COMMIT names what is measured, DATE when. To $OUT go
 # speculation_<shape>_<part>.{json,log}, as they come, and the result file <date>_<hardware>_speculation-<shape>.{json,md}.
 # A short table is printed last. Exit code: 0 if every part ended well.
@@ -18,10 +18,11 @@ while [ $# -gt 0 ]; do
         --shape) shape="$2" && shift 2 ;;
         --size) size="$2" && shift 2 ;;
         none | mtp | leader | draft | draft-vocab | head | vocab | eagle | http) parts+=("$1") && shift ;;
-        *) sed -n '2,11p' "${BASH_SOURCE[0]}" && exit 2 ;;
+        *) sed -n '2,10p' "${BASH_SOURCE[0]}" && exit 2 ;;
     esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(none mtp draft head vocab draft-vocab eagle http)
+[ "$size" = 1 ] && all=(none mtp draft head vocab draft-vocab eagle http) || all=(none mtp leader draft)
+[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 mkdir -p "$out"
 [ -n "${PYTHON:-}" ] || source bench/device/setup.sh
 python="${PYTHON:-python3}" device="${DEVICE:-cuda}" hardware="${HARDWARE:-h200}"

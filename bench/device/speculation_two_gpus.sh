@@ -5,9 +5,4 @@
 #     bash bench/device/speculation_two_gpus.sh [--budget-s 260] [PART ...]
 #
 # bench/device/speculation.sh with another shape: see there for what it reads, writes and prints.
-parts=()
-for word in "$@"; do
-    case "$word" in none | mtp | leader | draft | http) parts+=("$word") ;; esac
-done
-[ ${#parts[@]} -gt 0 ] && chosen=() || chosen=(none mtp leader draft)
-exec bash "$(dirname "${BASH_SOURCE[0]}")/speculation.sh" --shape llama-70b --size 2 --budget-s 260 "$@" "${chosen[@]}"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/speculation.sh" --shape llama-70b --size 2 --budget-s 260 "$@"

@@ -113,6 +113,6 @@ for phase in "$@"; do
                 case "$phase" in prepare | start | tables) exit 1 ;; esac # the others can be done without
             fi
             ;;
-        *) sed -n '2,17p' "${BASH_SOURCE[0]}" && exit 2 ;;
+        *) sed -n '2,14p' "${BASH_SOURCE[0]}" && exit 2 ;;
     esac
 done

@@ -95,7 +95,7 @@ for name in "${@:-sums replicas ranks group}"; do
         case "$each" in
             replicas) replicas & beside+=($!) ;;
             sums | ranks | collectives | encoders | decoders | drafts | group) "$each" || failed=1 ;;
-            *) sed -n '2,17p' "${BASH_SOURCE[0]}" && exit 2 ;;
+            *) sed -n '2,16p' "${BASH_SOURCE[0]}" && exit 2 ;;
         esac
     done
 done

@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for Hopper on a machine without a GPU: registers, spills, shared memory.
+"""Compiles the Triton kernels of encoders and of products of few rows for Hopper on a machine without a GPU:
+registers, spills, shared memory. Generation's: decode_compile.py.
 
     python -m bench.micro.compile_kernels [FILTER] [--shard I/N]
 
@@ -33,6 +34,7 @@ from rose.kernels.qk_norm_rope import qk_norm_rope
 from rose.kernels.ragged_attention import Rope, Tiles, ragged_attention
 
 TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 232_448  # of a program there
 BF16 = torch.bfloat16
 
 
@@ -69,6 +71,12 @@ def compile_only(found: list[tuple[str, Any]]) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("rose.kernels") and hasattr(module, "pdl"):
             module.pdl = lambda tensor: dict(launch_pdl)  # type: ignore[attr-defined]
+        if getattr(module, "__name__", "").startswith("rose.kernels") and hasattr(module, "stages_that_fit"):
+            module.stages_that_fit = _stages_that_fit  # type: ignore[attr-defined]
+
+
+def _stages_that_fit(num_stages: int, stage_bytes: int, tensor: torch.Tensor, other_bytes: int = 0) -> int:
+    return max(1, min(num_stages, (SHARED_BYTES - other_bytes) // stage_bytes))
 
 
 def usage(cubin: bytes) -> str:
@@ -186,6 +194,7 @@ def main() -> None:
     shard, num_shards = map(int, args.shard.split("/"))
     found: list[tuple[str, Any]] = []
     compile_only(found)
+    failed = False
     for index, (name, run) in enumerate(cases()):
         if args.filter not in name or index % num_shards != shard:
             continue
@@ -193,11 +202,13 @@ def main() -> None:
             run()
         except Exception as error:  # noqa: BLE001 - one kernel's failure must not hide the others
             print(f"{name:48s} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
+            failed = True
         for kernel, compiled in found:
             print(
                 f"{name:48s} {kernel:26s} {usage(compiled.asm['cubin'])} shared {compiled.metadata.shared}", flush=True
             )
         found.clear()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from rose.attention.paged import PagedRows
 from rose.attention.paged_triton import TritonPagedBackend
 from rose.kernels import paged_attention
 from rose.kernels.few_rows import Block, block_of
-from rose.kernels.launch import next_power_of_2
 from rose.kernels.paged_attention import Splits
 from rose.kv_cache import BLOCK_SIZE, KVShape, allocate
 from rose.layers import kernel_layers
@@ -67,13 +66,6 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.shape} rows {self.num_rows} q {self.q} context {self.context}"
-
-    @property
-    def chosen(self) -> Variant:
-        """What is taken for rows without a limit."""
-        tile_rows = max(16, next_power_of_2(self.q * GROUP))
-        head_dim = config(self.shape, 1).head_dim
-        return Variant(paged_attention.default_splits(self.num_rows, NUM_KV_HEADS, head_dim, 1 << 30, tile_rows))
 
 
 def config(shape: str, num_layers: int) -> ModelConfig:
@@ -202,7 +194,7 @@ def main() -> None:
         if point.shape not in layers:
             layers[point.shape] = Layers(point.shape, 1 if args.compile else NUM_LAYERS[point.shape])
         record = attempt(
-            {"case": point.name, "variant": variant.name},
+            {"case": point.name, "variant": variant.name, "chosen": variant == Variant()},
             lambda p=point, v=variant: {"us": layers[p.shape].us(p, v, only_compile=bool(args.compile))},  # type: ignore[misc]
         )
         records.append(record)

@@ -17,7 +17,6 @@ from typing import Any
 
 from bench.micro.attention_points import Point, points
 from bench.micro.attention_table import best
-from bench.micro.decode_layer import points as layer_points
 from bench.micro.few_rows import PRODUCTS
 from bench.report import RESULTS, Report, Row, compare, markdown, table_lines, write
 from rose.kernels.few_rows import block_of
@@ -108,14 +107,13 @@ def few_rows_rows(records: list[Record]) -> Iterator[Row]:
 
 
 def layer_rows(records: list[Record], before: list[Record]) -> Iterator[Row]:
-    """What is chosen now against what was, and against the best of the others where that is better by 2 %."""
-    chosen = {point.name: point.chosen.name for point in layer_points()}
-    was = {r["case"]: r["us"] for r in before if "us" in r and r["variant"] == "default"}
+    """What is chosen against what was, and against the best of the others where that is better by 2 %."""
+    was = {r["case"]: r["us"] for r in before if "us" in r and r.get("chosen")}
     for case, found in by_case([r for r in records if "us" in r]).items():
-        name = chosen.get(case) if chosen.get(case) in found else "default"
-        if name not in found:
+        ours = next((r["us"] for r in found.values() if r.get("chosen")), None)
+        if ours is None:
             continue
-        ours, best = found[name]["us"], min(found.values(), key=lambda r: float(r["us"]))
+        best = min(found.values(), key=lambda r: float(r["us"]))
         if case in was:
             yield compare("a layer of a decode step", case, "gpu_us", ours, was[case], "before")
         if best["us"] < 0.98 * ours:

@@ -232,7 +232,8 @@ def close_rows(
 ) -> None:
     """Marks the blocks of a step's tokens in `whole` (uint8 [num_blocks + 1], see rose.speculation.kept_blocks), and
     copies what a head made of each row's last token that counts to the row's slot. Rows of `num_places` new tokens have
-    no entry for their last draft; 0: all have.
+    no entry for their last draft; 0: all have. Rows that share a block which one of them completes may find it as it
+    was or as it is then: at worst their own blocks count as gaps.
 
     rows int32 [R]; paged: cu_seqlens_q [R + 1], kv_lengths [R], slot_mapping [T] of the step, int32. With `states`
     (recycled [T, H] and hidden [S + 1, H], contiguous) or `num_places`, `kept` are num_given and num_new, int32 [R].

@@ -23,7 +23,8 @@ MAX_ROWS = 32
 _LINE = tl.constexpr(64)  # values of 128 bytes
 _WIDE, _WIDE_OF_MANY = 8192, 5120  # columns for which there are enough programs of 64, for up to 16 rows and for more
 _NARROW = 4096  # columns of a product of several rows below which the library's are faster
-_MOST_VALUES = 1 << 18  # of x, which every program reads: with more, programs of 16 columns are slower
+_AT_ONCE = 264  # programs that are all there at once, two on each multiprocessor
+_MOST_VALUES = 1 << 17  # of x, which every program reads: with more, programs of 16 columns are slower
 
 
 class Block(NamedTuple):
@@ -185,8 +186,8 @@ def few_rows_product(
 
 
 def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False, norm: bool = False) -> Block | None:
-    """As measured (bench/micro/few_rows.py); None: the library's product is better. `norm`: one could be taken along,
-    which only a block that is not tiled does."""
+    """As measured (bench/micro/few_rows.py; of 4096 columns within layers, decode_layer.py); None: the library's
+    product is better. `norm`: one could be taken along, which only a block that is not tiled does."""
     if num_rows > MAX_ROWS or num_columns % 16 or depth % 64:
         return None
     is_wide = num_columns >= (_WIDE if num_rows <= 16 else _WIDE_OF_MANY) and num_columns % 64 == 0 and depth % 128 == 0
@@ -198,10 +199,13 @@ def block_of(num_rows: int, num_columns: int, depth: int, *, gated: bool = False
         return Block(8, 1024, 4, 3, 2) if depth >= 4096 else Block(4, 256, 1, 5, 4)
     if is_wide:
         return Block(64, 128, 4, 4, 2, tiled=True)
-    if num_columns < _NARROW or num_rows > 16 or num_rows * depth > _MOST_VALUES:
+    if num_columns < _NARROW or num_rows > 16:
         return None
-    num_stages = 4 if num_columns == _NARROW else 3  # of as many programs as there is room for at once
-    return Block(16, next(tile for tile in (512, 256, 128, 64) if depth % tile == 0), 2, num_stages, 2, tiled=True)
+    at_once = num_columns // 16 <= _AT_ONCE
+    if num_rows * depth > (2 * _MOST_VALUES if at_once else _MOST_VALUES):
+        return None
+    tile = next(tile for tile in (512, 256, 128, 64) if depth % tile == 0)
+    return Block(16, tile, 2, 4 if at_once else 3, 2, tiled=True)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

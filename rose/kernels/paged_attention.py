@@ -21,13 +21,14 @@ from rose.kernels.ragged_attention import _LOG2_E, _softmax_block
 
 MAX_SHORT = 8  # queries of a row that these kernels take
 _MIN_TILE_ROWS = 16  # of a tensor-core product
+_WARP_GROUP_ROWS = 64  # from which on it reads all it multiplies from shared memory
 _MERGE_ROWS, _MERGE_PARTS = 8, 16  # added up at once
 NUM_COUNTERS = 1 << 16  # rows times KV heads of a launch that divides its rows
 
 
 class Splits(NamedTuple):
     """A launch: parts of a row at most, keys of a part at least (they are whole tiles), keys of a tile, warps, depth
-    of the software pipeline."""
+    of the software pipeline (two at least)."""
 
     num_splits: int
     min_keys: int
@@ -41,8 +42,8 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
 
     Follows from what is known when a graph is captured, never from lengths. `max_keys`: that a row can ever have;
     `tile_rows`: queries of a row times heads that share a KV head. Few rows: parts as short as a tile, to have programs
-    for the whole device. Many rows: parts so long that typical rows have one, but enough of them that a single long
-    row does not hold up the step; tiles so small that several programs share a multiprocessor.
+    for the whole device. Many rows: parts so long that typical rows have one, a longer row four; tiles so small that
+    several programs share a multiprocessor.
     """
     programs, narrow = max(1, num_rows * num_kv_heads), tile_rows <= _MIN_TILE_ROWS
     if programs <= 16:
@@ -50,7 +51,8 @@ def default_splits(num_rows: int, num_kv_heads: int, head_dim: int, max_keys: in
     elif programs <= 64:
         found = Splits(256 // next_power_of_2(programs), 128, 64, 4, 4)
     elif programs <= 128:
-        found = Splits(4, 4096, 128, 4, 3) if narrow else Splits(4, 256, 64, 4, 3)
+        large = narrow and head_dim <= 128
+        found = Splits(4, 4096, 128, 4, 3) if large else Splits(4, 256, 64, 4, 3)
     else:
         found = Splits(4, 4096, 32 if programs > 256 else 64, 4, 4) if narrow else Splits(4, 4096, 64, 4, 3)
     return found._replace(num_splits=min(found.num_splits, next_power_of_2(-(-max_keys // found.min_keys))))
@@ -225,7 +227,8 @@ def paged_attention(
         counters = kv_lengths.new_zeros(programs) if divided else kv_lengths  # not read otherwise
     tile_bytes = 2 * splits.block_n * head_dim * q.element_size()  # of keys and values
     other_bytes = tile_rows * (head_dim + splits.block_n) * q.element_size()
-    num_stages = 1 + stages_that_fit(splits.num_stages - 1, tile_bytes, q, other_bytes)  # one is being multiplied
+    free = 1 if tile_rows < _WARP_GROUP_ROWS else 0  # of the tiles under way one is held in registers
+    num_stages = free + stages_that_fit(splits.num_stages - free, tile_bytes, q, other_bytes)
     _attend_part_kernel[(num_kv_heads, num_rows, num_splits)](
         q, k_cache, v_cache, out, part, logarithm, counters, cu_seqlens_q, kv_lengths, block_table,
         num_tokens, max_q_len, num_splits, splits.min_keys, q.stride(0), block_table.stride(0), scale * _LOG2_E,

@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bench.micro.decode_layer import points
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -85,17 +83,15 @@ def test_attention_is_that_of_todays_tiles(tmp_path: Path) -> None:
 
 
 def test_layers_against_those_before_and_against_better_ones(tmp_path: Path) -> None:
-    now = [record("a", "default", 100.0), record("a", "attention 1/2", 97.0), record("b", "default", 50.0)]
-    now += [record("b", "attention 1/2", 49.5), record("c", "attention 1/2", 1.0)]
-    point = next(points())  # of which something else is chosen than was the default at the time
-    now += [record(point.name, "default", 9.0), record(point.name, point.chosen.name, 7.0)]
-    before = [record("a", "default", 110.0), record("a", "attention 1/2", 90.0), record("c", "default", 2.0)]
-    before += [record(point.name, "default", 8.0)]
+    now = [record("a", "default", 100.0, chosen=True), record("a", "attention 1/2", 97.0, chosen=False)]
+    now += [record("b", "default", 51.0), record("b", "attention 1/2", 50.0, chosen=True), record("c", "default", 1.0)]
+    before = [record("a", "default", 110.0, chosen=True), record("a", "attention 1/2", 90.0)]
+    before += [record("b", "attention 3/4", 55.0, chosen=True), record("c", "default", 2.0, chosen=True)]
     files = write(tmp_path / "now.json", now), write(tmp_path / "before.json", before)
     rows = run(tmp_path, "decode-layer", *files)[0]["rows"]
     assert isinstance(rows, list)
     assert [(r["case"], r["ours"], r["peer"], r["peer_name"]) for r in rows] == [
         ("a", 100.0, 110.0, "before"),
         ("a", 100.0, 97.0, "attention 1/2"),
-        (point.name, 7.0, 8.0, "before"),
+        ("b", 50.0, 55.0, "before"),
     ]

@@ -93,9 +93,10 @@ def test_every_block_fits_its_shape() -> None:
                 assert block is None or block.tiled or num_rows <= 2
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 40])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 64), (2, 64), (3, 64), (40, 64), (3, 8192)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-def test_linear_is_the_product_whatever_makes_it(num_rows: int, dtype: torch.dtype) -> None:
-    x, weight = (torch.randn(n, 128, device=DEVICE).to(dtype) for n in (2 * num_rows, 64))
+def test_linear_is_the_product_whatever_makes_it(num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+    """By values, by the library, and by tiles."""
+    x, weight = (torch.randn(n, 128, device=DEVICE).to(dtype) for n in (2 * num_rows, num_columns))
     x = x[::2]  # rows that are not next to each other
     torch.testing.assert_close(linear(x, weight).float(), x.float() @ weight.float().T, atol=0.05, rtol=0.02)
