@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ipc.addresses import AddressError, gateway_endpoint, membership_path, rank_
 from rose.config import SpeculationConfig
 from rose.speculation.lengths import MAX_DRAFT_TOKENS, find_table_problem
 from services.programs import RESERVED_NAMES, slug
+from services.source_names import names_scheme
 
 if TYPE_CHECKING:
     from services.config import ServiceConfig
@@ -125,6 +127,10 @@ def _speculation_problems(speculation: SpeculationConfig, key: str) -> Iterator[
         yield f"{key}.model: {wrong}; a draft model has a directory, or num_layers of the target's own first layers"
     if speculation.proposer == "mtp" and speculation.model is None:
         yield f"{key}.model: missing; a head has a directory of its own"
+    if speculation.proposer == "none" and speculation.num_draft_tokens != SpeculationConfig().num_draft_tokens:
+        yield f"{key}.num_draft_tokens: proposer 'none' drafts nothing; remove it"
+    if speculation.proposer == "none" and speculation.draft_lengths is not None:
+        yield f"{key}.draft_lengths: proposer 'none' drafts nothing; remove it"
     if speculation.proposer != "draft_model" and speculation.num_layers is not None:
         yield f"{key}.num_layers: only proposer 'draft_model' has layers; remove it"
     if speculation.proposer in ("none", "n_gram") and speculation.model is not None:
@@ -179,6 +185,8 @@ def _value_problems(value: Any, kind: Any, path: str) -> Iterator[str]:
             return
         if value == "" and (hint := _NEVER_EMPTY.get(path.rpartition(".")[2])):
             yield f"{path}: is empty: {hint}"
+        if path.endswith("speculation.model") and names_scheme(value):
+            yield f"{path}: must be a directory, got {value!r}: `bouquet pull {shlex.quote(value)}` prints one for it"
         yield from _range_problems(value, path)
 
 

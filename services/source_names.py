@@ -20,6 +20,8 @@ FORMS = (
     "hf:owner/name[@revision][#file.gguf], pypi:name==version, random:shape, or the path of a directory or a .gguf file"
 )
 
+_SCHEMES = ("hf", "pypi", "random")
+
 Progress = Callable[[str], None]  # one line for the person who waits
 
 
@@ -75,6 +77,12 @@ def parse_source(source: str, base: Path) -> Source:
     if not source:
         raise SourceError(f"is empty: use {FORMS}")
     return LocalSource(_path(source, base))
+
+
+def names_scheme(text: str) -> bool:
+    """Whether it is a source that must be fetched or made, and no path."""
+    scheme, colon, _ = text.partition(":")
+    return bool(colon) and scheme in _SCHEMES
 
 
 def _parse_hub(source: str, rest: str) -> HubSource:

@@ -8,6 +8,7 @@ from ipc.types import ModelFacts
 from rose.config import SpeculationConfig
 from rose.speculation.length_table import MEASURED
 
+MAX_BATCH = 2**31 - 1  # what facts can carry, see ipc.types.Count
 MAX_DRAFT_TOKENS = 16  # drafts of a row; the chance that one is taken falls with every one before it
 
 
@@ -52,6 +53,8 @@ def find_table_problem(table: tuple[tuple[int, int], ...], num_draft_tokens: int
     batches = [batch for batch, _ in table]
     if any(batch < 1 for batch in batches) or batches != sorted(set(batches)):
         return f"batch sizes must be at least 1 and rise from pair to pair, got {batches}"
+    if batches and batches[-1] > MAX_BATCH:
+        return f"batch sizes must be at most {MAX_BATCH}, got {batches[-1]}"
     beyond = [length for _, length in table if not 0 <= length <= num_draft_tokens]
     if beyond:
         return f"drafts must be 0..{num_draft_tokens} (num_draft_tokens), got {beyond[0]}"

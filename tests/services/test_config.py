@@ -67,6 +67,8 @@ def test_paths_become_absolute() -> None:
     (model,) = build(drafting(proposer="draft_model", model="draft", draft_vocab=9, draft_vocab_ids="ids.json")).models
     assert model.rank.speculation.model == "/base/draft"
     assert model.rank.speculation.draft_vocab_ids == "/base/ids.json"
+    (model,) = build(drafting(proposer="mtp", model="./hf:a")).models
+    assert model.rank.speculation.model == "/base/hf:a"
     assert build_config({"models": [MODEL]}, BASE, Path("/other")).run_dir == "/other"
 
 
@@ -179,6 +181,24 @@ def test_paths_become_absolute() -> None:
             "models[0].rank.speculation.draft_vocab: must be at least 1, got 0",
         ),
         (drafting(draft_lengths=[[4, 9]]), "models[0].rank.speculation.draft_lengths: drafts must be 0..3"),
+        (
+            drafting(draft_lengths=[[3_000_000_000, 2]]),
+            "models[0].rank.speculation.draft_lengths: batch sizes must be at most 2147483647, got 3000000000",
+        ),
+        (
+            drafting(proposer="none", draft_lengths=[]),
+            "models[0].rank.speculation.draft_lengths: proposer 'none' drafts nothing; remove it",
+        ),
+        (
+            drafting(proposer="none", num_draft_tokens=5),
+            "models[0].rank.speculation.num_draft_tokens: proposer 'none' drafts nothing; remove it",
+        ),
+        (
+            drafting(proposer="draft_model", model="random:tiny?seed=2"),
+            "models[0].rank.speculation.model: must be a directory, got 'random:tiny?seed=2': "
+            "`bouquet pull 'random:tiny?seed=2'` prints one",
+        ),
+        ({"rank": {"speculation": {"proposer": "mtp", "model": "hf:a/b"}}}, "rank.speculation.model: must be a dir"),
         (drafting(draft_lengths=[[8, 2], [4, 1]]), "models[0].rank.speculation.draft_lengths: batch sizes must"),
         (
             drafting(draft_lengths=[[4]]),

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from ipc.types import ModelFacts
+from ipc.types import Count, ModelFacts
 from rose.config import RankConfig, SpeculationConfig
 from rose.decoder_loader import DecoderLoader
 from rose.speculation import lengths
@@ -77,6 +78,16 @@ def test_measured_tables_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lengths.max_draft_tokens(config, device) > 0
 
 
-@pytest.mark.parametrize("table", [((0, 3),), ((4, 3), (4, 1)), ((8, 1), (4, 3)), ((4, -1),), ((4, 17),)])
+@pytest.mark.parametrize(
+    "table", [((0, 3),), ((4, 3), (4, 1)), ((8, 1), (4, 3)), ((4, -1),), ((4, 17),), ((1 << 31, 3),)]
+)
 def test_other_tables_are_none(table: tuple[tuple[int, int], ...]) -> None:
     assert lengths.find_table_problem(table, lengths.MAX_DRAFT_TOKENS)
+
+
+def test_the_largest_batch_is_one_that_facts_can_carry() -> None:
+    table = ((lengths.MAX_BATCH, 3),)
+    assert lengths.find_table_problem(table, lengths.MAX_DRAFT_TOKENS) is None
+    assert msgspec.convert([[lengths.MAX_BATCH, 3]], tuple[tuple[Count, Count], ...]) == table
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(lengths.MAX_BATCH + 1, Count)
