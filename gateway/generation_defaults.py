@@ -33,7 +33,7 @@ class GenerationDefaults(Struct, frozen=True):
             return cls()
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             text = f"{file}: {error}; correct it, or set gateway.generation_defaults = false"
             raise GenerationDefaultsError(text) from None
 

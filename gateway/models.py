@@ -63,7 +63,7 @@ def load_model(name: str, directory: Path, *, generation_defaults: bool = True) 
         tokenizer=tokenizer,
         max_seq_length=_max_seq_length(directory),
         prompts=Prompts.from_config(_read_json(directory / "config_sentence_transformers.json") or {}),
-        uses_token_types=int(config.get("type_vocab_size", 1)) > 1 and tokenizer.pair.type_start is not None,
+        uses_token_types=_has_token_types(config) and tokenizer.pair.type_start is not None,
         template=RerankTemplate.of(tokenizer) if _is_causal(config) else None,
         generator=generator,
     )
@@ -83,7 +83,13 @@ def _read_generator(directory: Path, tokenizer: TextTokenizer, required: bool, w
 
 def _is_causal(config: dict[str, Any]) -> bool:
     """Whether the model could judge a pair by its next token, as Qwen3-Reranker does."""
-    return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or [])
+    named = config.get("architectures")
+    return isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+
+
+def _has_token_types(config: dict[str, Any]) -> bool:
+    size = config.get("type_vocab_size")
+    return isinstance(size, int) and size > 1
 
 
 def _max_seq_length(directory: Path) -> int | None:
@@ -100,7 +106,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} is not a JSON object: fetch the model again")

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from rose.layers.activation import ACTIVATIONS
 from rose.layers.rotary import RopeScaling
+from rose.models.files import MAX_SIZE, ConfigFile
+
+T = TypeVar("T")
 
 MAX_POSITIONS = 1 << 20  # more than any model here was trained for; a step's arrays are sized by it
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -50,6 +54,18 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         return self.max_position_embeddings - self.position_offset
 
 
+def read_as(path: Path, kind: type[T]) -> T:
+    """The parsed file, as a type that msgspec knows. Raises ModelError, naming it, as read_json, and if it is none."""
+    return _as(kind, read_json(path), path)
+
+
+def _as(kind: type[T], value: Any, path: Path) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path} is damaged ({error}): fetch the model again") from None
+
+
 def read_json(path: Path) -> Any:
     """The parsed file. Raises ModelError, naming it, if it is missing, unreadable or not JSON."""
     try:
@@ -65,10 +81,11 @@ def read_json(path: Path) -> Any:
 def read_config(directory: Path) -> ModelConfig:
     """The shape of the model in `directory`. Raises ModelError for what is missing or not supported."""
     path = directory / "config.json"
-    raw = read_json(path)
+    raw = read_as(path, dict[str, Any])
+    file = _as(ConfigFile, raw, path)
     readers = {"bert": _bert, "roberta": _bert, "xlm-roberta": _bert, "qwen3": _qwen3}
     readers |= {"bidirectional_pplx_qwen3": _qwen3, "llama": _llama}
-    reader = readers.get(raw.get("model_type"))
+    reader = readers.get(file.model_type or "")
     if reader is None:
         known = ", ".join(sorted(readers))
         raise ModelError(f"{path}: model_type {raw.get('model_type')!r} is not supported (supported: {known})")
@@ -86,6 +103,8 @@ def _check_sizes(raw: dict[str, Any]) -> None:
     for name in (*SIZES, "max_position_embeddings"):
         if type(raw[name]) is not int or raw[name] < 1:
             raise ModelError(f"{name} is {raw[name]!r}: it must be a whole number from 1 on")
+        if raw[name] > MAX_SIZE:
+            raise ModelError(f"{name} is {raw[name]}: at most {MAX_SIZE} are served")
     if raw["max_position_embeddings"] > MAX_POSITIONS:
         raise ModelError(
             f"max_position_embeddings is {raw['max_position_embeddings']}: at most {MAX_POSITIONS} are served"
@@ -102,13 +121,19 @@ def _bert(raw: dict[str, Any]) -> ModelConfig:
         raise ModelError("position_embedding_type must be 'absolute'")
     num_heads = raw["num_attention_heads"]
     reserve = POSITION_RESERVE.get(raw["model_type"])
+    offset = 0
+    if reserve is not None:
+        pad, num_positions = raw["pad_token_id"], raw["max_position_embeddings"]
+        if pad is None or not 0 <= pad < num_positions - reserve:
+            raise ModelError(f"pad_token_id is {pad}: positions begin behind it, and there are {num_positions}")
+        offset = pad + reserve
     return ModelConfig(
         **_common(raw),
         num_key_value_heads=num_heads,
         head_dim=raw["hidden_size"] // num_heads,
         norm_eps=raw["layer_norm_eps"],
         type_vocab_size=raw["type_vocab_size"],
-        position_offset=0 if reserve is None else raw["pad_token_id"] + reserve,
+        position_offset=offset,
     )
 
 

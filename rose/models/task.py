@@ -7,12 +7,15 @@ no tensors.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from msgspec import Struct
 
 from ipc.types import Pooling
-from rose.models.config import ModelConfig, ModelError, read_json
+from rose.models.config import ModelConfig, ModelError, read_as
+from rose.models.files import Activation, Activations, Dense, Limits, LogitScore, Module, TokenizerFile
+
+T = TypeVar("T")
 
 _POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last_token"}
 _LEGACY_POOLING = {
@@ -88,16 +91,16 @@ def trained_max_len(directory: Path) -> int | None:
     """The length limit that the model's authors set (tokens, special ones included); None if they set none."""
     limits = []
     for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
-        value = (_optional(directory / name) or {}).get(key)
-        if value and value < _NO_LIMIT:
+        value = getattr(_optional(directory / name, Limits) or Limits(), key)
+        if value is not None and 1 <= value < _NO_LIMIT:
             limits.append(int(value))
     return min(limits, default=None)
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:
     """(class name, folder) of each line of modules.json, in order; empty without that file."""
-    listed = _optional(directory / "modules.json") or []
-    return [(entry["type"].rpartition(".")[2], directory / entry["path"]) for entry in listed]
+    listed = _optional(directory / "modules.json", list[Module]) or []
+    return [(entry.type.rpartition(".")[2], directory / entry.path) for entry in listed]
 
 
 def _embed_task(directory: Path, config: ModelConfig, modules: list[tuple[str, Path]]) -> EmbedTask:
@@ -128,36 +131,33 @@ def _embed_task(directory: Path, config: ModelConfig, modules: list[tuple[str, P
 
 
 def _pooling(path: Path) -> Pooling:
-    raw = read_json(path)
+    raw = read_as(path, dict[str, Any])
     if not raw.get("include_prompt", True):
         raise ModelError(f"{path}: pooling without the prompt (include_prompt) is not supported")
     mode = raw.get("pooling_mode") or [name for key, name in _LEGACY_POOLING.items() if raw.get(key)] or "mean"
     if isinstance(mode, list):
-        mode = mode[0] if len(mode) == 1 else "+".join(mode)
-    if mode not in _POOLING:
+        mode = mode[0] if len(mode) == 1 else "+".join(map(str, mode))
+    if not isinstance(mode, str) or mode not in _POOLING:
         raise ModelError(f"{path}: pooling {mode!r} is not supported (supported: {', '.join(_POOLING)})")
     return _POOLING[mode]  # type: ignore[return-value]
 
 
 def _dense(folder: Path) -> DenseSpec:
     path = folder / "config.json"
-    raw = read_json(path)
-    if raw.get("use_residual") or raw.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+    raw = read_as(path, Dense)
+    if raw.use_residual or raw.module_input_name != "sentence_embedding":
         raise ModelError(f"{path}: only a plain projection of the pooled vector is supported")
-    act = _torch_activation(raw.get("activation_function", "torch.nn.modules.activation.Tanh"), path)
-    return DenseSpec(folder, raw["in_features"], raw["out_features"], raw.get("bias", True), act)
+    act = _torch_activation(raw.activation_function, path)
+    return DenseSpec(folder, raw.in_features, raw.out_features, raw.bias, act)
 
 
 def _score_activation(directory: Path, num_labels: int) -> str:
     """sentence-transformers' rule: what the files name, else a sigmoid for one label and nothing for several."""
     config_path = directory / "config.json"
-    config = read_json(config_path)
-    own = _optional(directory / "config_sentence_transformers.json") or {}
-    named = (
-        config.get("sentence_transformers", {}).get("activation_fn")
-        or config.get("sbert_ce_default_activation_function")
-        or own.get("activation_fn")
-    )
+    config = read_as(config_path, Activations)
+    nested = config.sentence_transformers or Activation()
+    own = _optional(directory / "config_sentence_transformers.json", Activation) or Activation()
+    named = nested.activation_fn or config.sbert_ce_default_activation_function or own.activation_fn
     if named is None:
         return "sigmoid" if num_labels == 1 else "identity"
     return _torch_activation(named, config_path)
@@ -174,16 +174,19 @@ def _torch_activation(dotted: str, path: Path) -> str:
 def _yes_no_task(directory: Path, modules: list[tuple[str, Path]]) -> ScoreTask:
     for kind, folder in modules:
         if kind == "LogitScore":
-            raw = read_json(folder / "config.json")
-            no = raw.get("false_token_id")
-            return ScoreTask(
-                "yes_no", _score_activation(directory, 1), 1, raw["true_token_id"], -1 if no is None else no
-            )
+            raw = read_as(folder / "config.json", LogitScore)
+            no = -1 if raw.false_token_id is None else raw.false_token_id
+            return ScoreTask("yes_no", _score_activation(directory, 1), 1, raw.true_token_id, no)
     path = directory / "tokenizer.json"
-    vocabulary = read_json(path)["model"]["vocab"]
-    if "yes" not in vocabulary or "no" not in vocabulary:
+    vocabulary = read_vocabulary(path)
+    if not isinstance(vocabulary, dict) or "yes" not in vocabulary or "no" not in vocabulary:
         raise ModelError(f'{path}: the vocabulary lacks "yes" or "no": this model cannot score by them')
     return ScoreTask("yes_no", "sigmoid", 1, vocabulary["yes"], vocabulary["no"])
+
+
+def read_vocabulary(path: Path) -> dict[str, int] | list[Any]:
+    """Of a tokenizer.json: ids by their texts, or a list of [text, score]. Raises ModelError."""
+    return read_as(path, TokenizerFile).model.vocab
 
 
 def _generate_task(directory: Path, config: ModelConfig) -> GenerateTask:
@@ -195,15 +198,15 @@ def _generate_task(directory: Path, config: ModelConfig) -> GenerateTask:
         )
     named = None
     for path in (directory / "generation_config.json", directory / "config.json"):
-        named = (_optional(path) or {}).get("eos_token_id")
+        named = (_optional(path, dict[str, Any]) or {}).get("eos_token_id")
         if named is not None:
             break
-    ids = tuple(dict.fromkeys(named if isinstance(named, list) else [] if named is None else [named]))
+    ids = named if isinstance(named, list) else [] if named is None else [named]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < config.vocab_size:
             raise ModelError(f"{path}: eos_token_id {token_id!r} is outside the vocabulary of {config.vocab_size}")
-    return GenerateTask(ids)
+    return GenerateTask(tuple(dict.fromkeys(ids)))
 
 
-def _optional(path: Path) -> Any:
-    return read_json(path) if path.exists() else None
+def _optional(path: Path, kind: type[T]) -> T | None:
+    return read_as(path, kind) if path.exists() else None

@@ -11,7 +11,7 @@ First layers need no cache: their keys and values are the target's own, which th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -22,11 +22,11 @@ from rose.config import SpeculationConfig
 from rose.distributed.group import ALONE
 from rose.kv_cache import KVShape
 from rose.layers.device_layers import use_device_layers
-from rose.models.config import ModelConfig, ModelError, read_config, read_json
+from rose.models.config import ModelConfig, ModelError, read_config
 from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.registry import find_class
-from rose.models.task import read_task
+from rose.models.task import read_task, read_vocabulary
 from rose.slots import RowInputs
 from rose.speculation.draft_vocab import Logits, draft_logits
 from rose.speculation.drafting import DraftLM, Draws
@@ -170,7 +170,7 @@ def _check_model(directory: Path, draft: ModelConfig, facts: ModelFacts, target_
         raise ModelError(f"{directory} is a draft head, no model: speculation.proposer mtp is for heads")
     find_class(draft, read_task(directory, draft, "generate"))
     own, its = _vocabulary(directory), _vocabulary(target_directory)
-    if draft.vocab_size != facts.vocab_size or (own and its and own != its):
+    if draft.vocab_size != facts.vocab_size or (own is not None and its is not None and own != its):
         raise ModelError(
             f"{directory} has another vocabulary than {target_directory} ({draft.vocab_size} tokens, "
             f"{facts.vocab_size}): take a draft model of the target's own family"
@@ -182,10 +182,10 @@ def _check_model(directory: Path, draft: ModelConfig, facts: ModelFacts, target_
         )
 
 
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """Ids by their texts; empty where there is no tokenizer to compare."""
+def _vocabulary(directory: Path) -> dict[str, int] | list[Any] | None:
+    """See read_vocabulary; None where there is no tokenizer to compare."""
     path = directory / "tokenizer.json"
-    return read_json(path)["model"]["vocab"] if path.exists() else {}
+    return read_vocabulary(path) if path.exists() else None
 
 
 def _loop(

@@ -90,10 +90,10 @@ def _read_ids(path: Path, count: int, vocab_size: int) -> list[int]:
     """The first `count`. Raises ModelError."""
     where = f"speculation.draft_vocab_ids: {path}"
     try:
-        ids = json.loads(path.read_text())
+        ids = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{where} cannot be read: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not JSON ({error}): a list of token ids, most frequent first") from None
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
         raise ModelError(f"{where} is not a list of token ids, most frequent first")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from rose.distributed.shard import Shard
 from rose.layers.linear import FusedLinear, RowsLinear
-from rose.models.config import ModelError, read_json
+from rose.models.config import ModelError, read_as
+from rose.models.files import WeightIndex
 from rose.weights.random import read_random, stream_random
 from rose.weights.random_file import FILE_NAME as RANDOM_FILE
 
@@ -32,7 +33,7 @@ def weight_files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     others = [directory / name for name in ("model.gguf", RANDOM_FILE) if (directory / name).exists()]
     if index.exists():
-        files = [directory / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        files = [directory / name for name in sorted(set(read_as(index, WeightIndex).weight_map.values()))]
     elif others and not single.exists():
         return others[:1]
     else:

@@ -201,6 +201,25 @@ def test_unusable_directories_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFilesError, match="not JSON"):
         load_model("m", tmp_path)
+    write_model(tmp_path)
+    for name in ("sentence_bert_config.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        path.write_text("[" * 100_000)
+        with pytest.raises(ModelFilesError, match=name):
+            load_model("m", tmp_path)
+        path.unlink()
+
+
+def test_what_is_the_ranks_to_refuse(tmp_path: Path) -> None:
+    """Values of config.json that are of no use."""
+    path = write_model(tmp_path) / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"architectures": 5}))
+    assert load_model("m", tmp_path).template is None
+    assert load_model("m", tmp_path).uses_token_types
+    for size in (None, [2], "2"):
+        path.write_text(json.dumps(raw | {"type_vocab_size": size}))
+        assert not load_model("m", tmp_path).uses_token_types
 
 
 def test_the_default_model(minilm_dir: Path) -> None:

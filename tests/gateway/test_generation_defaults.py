@@ -52,6 +52,13 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, content: dict[str, 
     assert load_model("m", directory, generation_defaults=False).generator is not None
 
 
+def test_a_file_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    (directory / "generation_config.json").write_text('{"eos_token_id": ' + "[" * 100_000)
+    with pytest.raises(ModelFilesError, match=r"generation_config.json: "):
+        load_model("m", directory)
+
+
 def test_an_embedding_model_does_not_care(tmp_path: Path) -> None:
     (write_model(tmp_path) / "generation_config.json").write_text("[]")
     assert load_model("m", tmp_path).name == "m"

@@ -96,6 +96,13 @@ def test_damaged_and_absent_files(bert_dir: Path) -> None:
         vectors(bert_dir)
 
 
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named(bert_dir: Path, index: str) -> None:
+    (bert_dir / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is damaged"):
+        vectors(bert_dir)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_come_close(bert_dir: Path, dtype: str) -> None:
     expected = vectors(bert_dir)

@@ -15,7 +15,7 @@ from rose.config import RankConfig
 from rose.encoder_loader import EncoderLoader
 from rose.layers.rotary import RopeScaling
 from rose.models.config import ModelError, read_config
-from rose.models.task import EmbedTask, GenerateTask, ScoreTask, Task, read_task
+from rose.models.task import EmbedTask, GenerateTask, ScoreTask, Task, read_task, trained_max_len
 from tests.rose.driving import Driver
 from tests.rose.tiny_models import add_modules, bert_config, llama_config, qwen3_config, save
 
@@ -143,6 +143,7 @@ def test_causal_model_without_a_marker_generates(tmp_path: Path) -> None:
         ({"hidden_size": 383}, "no multiple of num_attention_heads"),
         ({"max_position_embeddings": 10**9}, "at most 1048576"),
         ({"vocab_size": 0}, "whole number from 1 on"),
+        ({"vocab_size": 1 << 31}, "vocab_size is 2147483648: at most 2147483647"),
         ({"num_hidden_layers": "two"}, "whole number from 1 on"),
         ({"hidden_act": "squareplus"}, "hidden_act 'squareplus' is not supported"),
     ],
@@ -232,6 +233,79 @@ def test_rope_scaling_and_max_pooling_are_refused(tmp_path: Path) -> None:
     config_only(tmp_path, bert_config(), "BertModel")
     add_modules(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode_max_tokens": True})
     with pytest.raises(ModelError, match="pooling 'max' is not supported"):
+        task_of(tmp_path)
+
+
+DAMAGED = [
+    ("config.json", [], r"Expected `object`, got `array`"),
+    ("config.json", 5, r"Expected `object`, got `int`"),
+    ("config.json", {"model_type": ["llama"]}, r"model_type"),
+    ("config.json", {"architectures": 5}, r"architectures"),
+    ("config.json", {"architectures": [None]}, r"architectures"),
+    ("config.json", {"rope_parameters": "linear"}, r"rope_parameters"),
+    ("config.json", {"rope_scaling": [1]}, r"rope_scaling"),
+    ("config.json", {"rope_theta": "many"}, r"rope_theta"),
+    ("config.json", {"rms_norm_eps": None}, r"rms_norm_eps"),
+    ("config.json", {"num_key_value_heads": -2}, r"num_key_value_heads"),
+    ("config.json", {"head_dim": "x"}, r"head_dim"),
+    ("config.json", {"id2label": 3}, r"id2label"),
+    ("config.json", {"eos_token_id": [[1]]}, r"eos_token_id \[1\] is outside"),
+    ("generation_config.json", [1], r"Expected `object`"),
+    ("generation_config.json", {"eos_token_id": {"a": 1}}, r"eos_token_id \{'a': 1\} is outside"),
+    ("modules.json", 5, r"Expected `array`"),
+    ("modules.json", ["Transformer"], r"Expected `object`, got `str`"),
+    ("modules.json", [{"type": "a.Transformer"}], r"missing required field `path`"),
+    ("1_Pooling/config.json", [], r"Expected `object`"),
+    ("1_Pooling/config.json", {"pooling_mode": [{}, 1]}, r"pooling '\{\}\+1' is not supported"),
+    ("1_Pooling/config.json", {"pooling_mode": {"a": 1}}, r"pooling \{'a': 1\} is not supported"),
+    ("2_Dense/config.json", None, r"Expected `object`"),
+    ("2_Dense/config.json", {"in_features": 48}, r"missing required field `out_features`"),
+    ("2_Dense/config.json", {"in_features": 48, "out_features": 8, "activation_function": 1}, r"activation_function"),
+    ("1_LogitScore/config.json", {}, r"missing required field `true_token_id`"),
+    ("tokenizer_config.json", [], r"Expected `object`"),
+    ("tokenizer_config.json", {"model_max_length": "512"}, r"model_max_length"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), DAMAGED)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: Any, words: str) -> None:
+    """JSON, but not as it should be."""
+    raw = llama_config().to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    write(tmp_path / "config.json", raw)
+    if "_" in name and "/" in name:
+        kind = name.partition("/")[0].partition("_")[2]
+        add_modules(tmp_path, "Transformer", *(["Pooling"] if kind == "Dense" else []))
+        listed = json.loads((tmp_path / "modules.json").read_text())
+        write(tmp_path / "modules.json", [*listed, {"type": f"a.{kind}", "path": name.partition("/")[0]}])
+    write(tmp_path / name, raw | content if name == "config.json" and isinstance(content, dict) else content)
+    look = trained_max_len if name == "tokenizer_config.json" else task_of
+    with pytest.raises(ModelError, match=rf"{name}.*{words}"):
+        look(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], {"model": None}, {"model": {"vocab": None}}, {"model": {"vocab": {"a": "b"}}}]
+)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: Any) -> None:
+    config_only(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    write(tmp_path / "tokenizer.json", content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged \(.*\): fetch the model again"):
+        task_of(tmp_path, "score")
+
+
+@pytest.mark.parametrize("config", [{"sentence_transformers": "x"}, {"sbert_ce_default_activation_function": [1]}])
+def test_a_damaged_activation_is_named(tmp_path: Path, config: Any) -> None:
+    raw = bert_config().to_dict() | {"architectures": ["BertForSequenceClassification"]}
+    write(tmp_path / "config.json", raw | config)
+    with pytest.raises(ModelError, match=r"config\.json is damaged"):
+        task_of(tmp_path)
+
+
+@pytest.mark.parametrize("pad", [None, -2, 10**6])
+def test_positions_that_begin_nowhere(tmp_path: Path, pad: int | None) -> None:
+    raw = bert_config().to_dict() | {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"}
+    write(tmp_path / "config.json", raw | {"pad_token_id": pad})
+    with pytest.raises(ModelError, match=f"config.json: pad_token_id is {pad}"):
         task_of(tmp_path)
 
 

@@ -225,6 +225,27 @@ def test_models_that_cannot_draft_for_the_target(
         pass
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"model": null}', "is damaged"),
+        ('{"model": {"vocab": 5}}', "is damaged"),
+        ('{"model": {"vocab": []}}', "another vocabulary"),
+        ('{"model": {"vocab": {}}}', "another vocabulary"),
+        ('{"model": {"vocab": [["a", 0.5]]}}', "another vocabulary"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_draft_model_with_a_damaged_tokenizer(tmp_path: Path, text: str, message: str) -> None:
+    target, draft = (write_llama(tmp_path / name, tokenizer=True) for name in ("target", "draft"))
+    (draft / "tokenizer.json").write_text(text)
+    speculation = SpeculationConfig(proposer="draft_model", model=str(draft))
+    with pytest.raises(ModelError, match=f"draft.*{message}"), runner_of(target, speculation):
+        pass
+
+
 def test_a_draft_model_with_another_tokenizer(target: Path, tmp_path: Path) -> None:
     draft = write_llama(tmp_path, tokenizer=True)
     path = draft / "tokenizer.json"
