@@ -58,19 +58,21 @@ def _check_rank(model: ModelConfig, directory: Path) -> None:
     from rose.speculation.checks import check_proposer
     from rose.speculation.heads import is_head
 
-    size = model.tensor_parallel_size
+    size, budget = model.tensor_parallel_size, model.rank.kv_cache_bytes
     facts = make_runner(model.name, directory, model.rank, tensor_parallel_size=size).facts
-    if facts.task == "generate" and model.rank.kv_cache_bytes is not None:
-        heads = local_heads(read_config(directory), size)
-        shape = KVShape.of(heads, resolve_dtype(facts.dtype, facts.device))
-        seqs, length = facts.max_num_seqs, facts.max_model_len
-        num_blocks_for(shape, model.rank.kv_cache_bytes, max_num_seqs=seqs, max_model_len=length)
-    if facts.task == "generate" and is_head(directory):
+    if facts.task != "generate":
+        return
+    if is_head(directory):
         raise ValueError(f"{directory} is a draft head: speculation.model of another model names it, no source")
+    config = read_config(directory)
     try:
-        check_proposer(model.rank.speculation, read_config(directory), facts, directory)
+        beside = check_proposer(model.rank.speculation, config, facts, directory)
     except ValueError as error:
         raise ValueError(f"rank.speculation: {error}") from None
+    if budget is not None:
+        shape = KVShape.of(local_heads(config, size), resolve_dtype(facts.dtype, facts.device))
+        seqs, length = facts.max_num_seqs, facts.max_model_len
+        num_blocks_for(shape, budget, max_num_seqs=seqs, max_model_len=length, beside=beside)
 
 
 def _refusal(look: Look) -> Iterator[str]:

@@ -164,9 +164,14 @@ def load_mtp(config: SpeculationConfig, target: Target) -> ProposerSource:
         keeps_head = target.config.tie_word_embeddings
     head, shape = load_head(Path(config.model), target)
     use_device_layers(head, target.device)
-    local = local_heads(shape, target.group.size)
-    kv_shape = KVShape.of(local, target.dtype)._replace(num_layers=1)
-    return _MtpSource(head, kv_shape, config, target, keeps_head=keeps_head)
+    return _MtpSource(
+        head, head_kv_shape(shape, target.group.size, target.dtype), config, target, keeps_head=keeps_head
+    )
+
+
+def head_kv_shape(head: ModelConfig, num_ranks: int, dtype: torch.dtype) -> KVShape:
+    """The cache of a head's one layer on each of so many ranks."""
+    return KVShape.of(local_heads(head, num_ranks), dtype)._replace(num_layers=1)
 
 
 def load_ends(target: Target) -> nn.Module:
@@ -181,8 +186,10 @@ def load_ends(target: Target) -> nn.Module:
 
 def check_mtp(
     config: SpeculationConfig, target: ModelConfig, facts: ModelFacts, target_directory: Path, num_ranks: int
-) -> None:
-    """Whether the head can draft for the target on so many ranks. Raises ModelError."""
+) -> tuple[ModelConfig, int]:
+    """Whether the head can draft for the target on so many ranks. Its shape, and how many ranks it is divided among.
+    Raises ModelError."""
     num_ranks = 1 if config.head_ranks == "leader" else num_ranks
-    check_head(Path(str(config.model)), target, facts, num_ranks)
+    head = check_head(Path(str(config.model)), target, facts, num_ranks)
     read_draft_ids(config, facts.vocab_size, num_ranks, target_directory)
+    return head, num_ranks

@@ -11,6 +11,9 @@ from services.model_checks import check_placement, find_refusals
 from services.placement import PlacementError
 from services.sources import resolve_source
 
+MAX_LEN = 64
+TINY_BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # keys and values, layers, tokens, heads, head_dim, bytes
+
 Find = Callable[[dict[str, Any]], list[str]]
 
 
@@ -132,6 +135,53 @@ def test_what_drafts_are_refused(
     found = find_refusals(config, {"m": Path(made(source))})
     assert len(found) == (refusal is not None), found
     assert all(line.startswith("models[0] (m): ") and str(refusal) in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "shared_by"),
+    [
+        ({}, 1, 1),
+        ({"proposer": "draft_model", "num_layers": 1}, 1, 1),
+        ({"proposer": "draft_model", "model": "tiny?seed=1"}, 1, 2),  # as large as the target's own
+        ({"proposer": "draft_model", "model": "tiny?seed=1"}, 2, 3),  # whole on the leading rank, the target's halved
+        ({"proposer": "mtp", "model": "tiny?head=mtp"}, 1, 1.5),  # one layer to the target's two
+        ({"proposer": "mtp", "model": "tiny?head=mtp"}, 2, 1.5),
+        ({"proposer": "mtp", "model": "tiny?head=mtp", "head_ranks": "leader"}, 2, 2),
+    ],
+)
+def test_a_cache_with_room_for_the_drafts_own(
+    settings: dict[str, Any], size: int, shared_by: float, tmp_path: Path
+) -> None:
+    """In a given number of bytes: just enough, and one too few."""
+    directory = resolve_source("random:tiny", tmp_path)
+    drafts = settings | {
+        key: str(resolve_source(f"random:{shape}", tmp_path)) for key, shape in settings.items() if key == "model"
+    }
+    num_blocks = MAX_LEN // 16 + 1  # and the one for what is no token's
+    budget = int(num_blocks * TINY_BLOCK_BYTES // size * shared_by)
+    for num_bytes, fits in ((budget, True), (budget - 1, False)):
+        rank = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": num_bytes, "max_model_len": MAX_LEN}
+        model = {"name": "m", "source": str(directory), "tensor_parallel_size": size}
+        config = build_config({"models": [model], "rank": rank | {"speculation": drafts}}, Path())
+        found = find_refusals(config, {"m": directory})
+        assert len(found) == (not fits), found
+        assert all(f"the key-value cache may take {num_bytes} bytes" in line for line in found)
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "{}", '{"model_type": []}', "[" * 100_000], ids=lambda text: text[:20])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_damaged_files_are_told_by_name(name: str, content: str, tmp_path: Path) -> None:
+    """Of a model, and of what drafts for it."""
+    own, whole = (resolve_source(f"random:tiny?seed={seed}", tmp_path) for seed in (1, 2))
+    (own / name).write_text(content)
+    drafts = {"proposer": "draft_model", "model": str(own)}
+    for source, speculation in ((own, {}), (whole, drafts)):
+        models = [{"name": "m", "source": str(source)}]
+        config = build_config({"models": models, "rank": {"device": "cpu", "speculation": speculation}}, Path())
+        found = find_refusals(config, {"m": source})
+        is_object = content.startswith("{") and name == "generation_config.json"
+        assert bool(found) != is_object, found
+        assert all(str(own / name) in line for line in found), found
 
 
 def test_a_task_that_the_model_has_no_class_for(tmp_path: Path) -> None:
