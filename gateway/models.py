@@ -58,6 +58,8 @@ def load_model(name: str, directory: Path, *, generation_defaults: bool = True) 
         generator = _read_generator(directory, tokenizer, _is_causal(config), generation_defaults)
     except (TokenizerError, ChatTemplateError, GenerationDefaultsError) as error:
         raise ModelFilesError(f"model {name!r}: {error}") from None
+    except OSError as error:
+        raise ModelFilesError(f"model {name!r}: {error.filename} cannot be read: {error.strerror}") from None
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
@@ -106,6 +108,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -59,13 +59,15 @@ def load_weights(model: nn.Module, files: list[Path], *, left_out: tuple[str, ..
 
 def tensor_names(file: Path) -> list[str]:
     """Of all tensors in a safetensors file, or in one of random weights. Raises ModelError."""
-    if file.name == RANDOM_FILE:
-        return list(read_random(file).tensors)
     try:
+        if file.name == RANDOM_FILE:
+            return list(read_random(file).tensors)
         with safe_open(file, framework="pt") as tensors:
             return list(tensors.keys())
     except SafetensorError as error:
         raise ModelError(f"{file} is damaged ({error}): fetch the model again, as safetensors") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 class Stored(Protocol):

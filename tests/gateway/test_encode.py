@@ -208,6 +208,10 @@ def test_unusable_directories_are_told(tmp_path: Path) -> None:
         with pytest.raises(ModelFilesError, match=name):
             load_model("m", tmp_path)
         path.unlink()
+        path.mkdir()
+        with pytest.raises(ModelFilesError, match=f"{name} cannot be read: Is a directory"):
+            load_model("m", tmp_path)
+        path.rmdir()
 
 
 def test_what_is_the_ranks_to_refuse(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rose.models.llama import LlamaForCausalLM
 from rose.models.load import load_model
 from rose.models.task import GenerateTask
 from rose.speculation.checks import check_proposer
-from rose.speculation.heads import DraftHead, HeadKind, load_head
+from rose.speculation.heads import DraftHead, HeadKind, is_head, load_head
 from rose.speculation.mtp import load_ends
 from rose.speculation.protocol import Target
 from rose.speculation.registry import load_proposer
@@ -121,6 +121,13 @@ def test_heads_of_other_models(target: Target, tmp_path: Path, changes: dict[str
     directory = write_random_head(tmp_path / "head", target.directory, "mtp", **changes)
     with pytest.raises(ModelError, match=message):
         load_head(directory, target)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.random.json"])
+def test_weights_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ModelError, match=f"{name} cannot be read: "):
+        is_head(tmp_path)
 
 
 def test_files_that_are_no_head(target: Target, tmp_path: Path) -> None:
