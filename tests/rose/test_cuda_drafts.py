@@ -132,7 +132,8 @@ def checked_runner(target: Target, config: SpeculationConfig, **sizes: Any) -> I
 
 
 @pytest.mark.parametrize(
-    "kind", ["n_gram", "another model", "mtp", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)]
+    "kind",
+    ["mtp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("n_gram", "another model", *OTHERS))],
 )
 def test_together(target: Target, tmp_path: Path, kind: str) -> None:
     """In chunks, over blocks of others, two steps in flight; captured and replayed."""
@@ -146,7 +147,8 @@ def test_together(target: Target, tmp_path: Path, kind: str) -> None:
     assert kind == "n_gram" or checked.num_checked > 0
 
 
-@pytest.mark.parametrize("kind", ["another model", pytest.param("mtp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["another model", "mtp"])
 def test_drafts_pause_and_lapse_with_the_batch(target: Target, tmp_path: Path, kind: str) -> None:
     """One sequence drafts, two keep their drafts' state, more do not: graphs of each."""
     config = speculation(tmp_path, target, kind, 2, draft_lengths=[(1, 2), (2, 0)])
@@ -160,6 +162,7 @@ def test_drafts_pause_and_lapse_with_the_batch(target: Target, tmp_path: Path, k
     assert {("verify", 3, False), ("decode", 1, True)} <= set(keys)
 
 
+@pytest.mark.long
 def test_drafts_that_are_drawn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a sequence is drafted for at the same places, so draw for draw it is what a CPU gives; all by kernels."""
     config = speculation(tmp_path, target, "another model", 3, draft_sampling="sampled")

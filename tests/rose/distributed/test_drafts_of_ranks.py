@@ -63,7 +63,9 @@ def compare(
     return replica, runner
 
 
-@pytest.mark.parametrize("kind", ["n_gram", "another model", "first layer", "mtp", "eagle"])
+@pytest.mark.parametrize(
+    "kind", ["n_gram", "another model", "first layer", "mtp", pytest.param("eagle", marks=pytest.mark.long)]
+)
 def test_tokens_are_those_without_and_drafts_those_of_one_rank(
     ranks: Ranks, matrix: Matrix, tmp_path: Path, kind: str
 ) -> None:
@@ -102,7 +104,9 @@ def test_a_head_on_the_leader_alone(ranks: Ranks, matrix: Matrix, tmp_path: Path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize("kind", [pytest.param("another model", marks=pytest.mark.long), "mtp", "mtp on the leader"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("another model", "mtp")), "mtp on the leader"]
+)
 def test_the_gpus_way(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Steps with drafts are captured whole: proposal, forward pass, acceptance, and what the leader says of both."""
     target = write_llama(tmp_path / "target", tokenizer=True, num_hidden_layers=1)

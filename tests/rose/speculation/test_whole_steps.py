@@ -59,7 +59,7 @@ def run(world: World, steps: tuple[tuple[int, bool], ...]) -> list[tuple[Tensor,
         *((kind, GREEDY, {}) for kind in PROPOSERS),
         *((kind, MIXED, {}) for kind in PROPOSERS[:2]),
         ("another model", MIXED, SAMPLED),
-        ("mtp", MIXED, SAMPLED | {"draft_vocab": 200}),
+        pytest.param("mtp", MIXED, SAMPLED | {"draft_vocab": 200}, marks=pytest.mark.long),
     ],
     ids=[*PROPOSERS, "n_gram mixed", "another model mixed", "another model sampled", "mtp sampled of 200 tokens"],
 )
