@@ -131,7 +131,7 @@ def propose(max_model_len: int, num_rows: int, k: int) -> None:
         max_num_seqs=num_rows, max_num_batched_tokens=512, num_blocks=99, max_draft_tokens=k,
     )  # fmt: skip
     slots, rows = Slots(facts, 99, CPU), int32s(num_rows)
-    whole = zeros(100, dtype=torch.bool)
+    whole = zeros(100, dtype=torch.uint8)
     for each in (None, whole):
         for from_before in (False, True):
             row_places(slots, rows, rows, k, each, from_before=from_before)

@@ -103,7 +103,7 @@ def row_places(
     pairs = rows.new_empty(3, 2 * num_rows) if from_before else None
     _places_kernel[(num_rows,)](
         rows, limits, slots.ids, slots.num_tokens, slots.num_prompt, slots.block_table,
-        None if whole is None else whole.view(torch.uint8), places, per_row, table, cu_seqlens, pairs,
+        whole, places, per_row, table, cu_seqlens, pairs,
         num_rows, num_passes, slots.ids.stride(0), slots.block_table.stride(0), num_blocks, slots.max_model_len,
         slots.dummy_block, WHOLE=whole is not None, PAIRS=from_before, PASSES=next_power_of_2(num_passes),
         BLOCK_SIZE=slots.block_size, BLOCKS=min(_BLOCKS, next_power_of_2(num_blocks)), **pdl(rows),
@@ -244,7 +244,7 @@ def close_rows(
     given, new = kept or (None, None)
     size = 1 if hidden is None else hidden.shape[1]
     _close_kernel[(len(rows),)](
-        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole.view(torch.uint8), given, new, recycled,
+        rows, cu_seqlens, kv_lengths, slot_mapping, slots.block_table, whole, given, new, recycled,
         hidden, slots.block_table.stride(0), len(slot_mapping), size, num_places,
         FILLED=filled, LACKS=num_places > 0, HIDDEN=states is not None, BLOCK_SIZE=slots.block_size,
         BLOCKS=min(_BLOCKS, next_power_of_2(slots.block_table.shape[1])), TOKENS=_TOKENS,

@@ -58,7 +58,7 @@ def places_of(slots: Slots, slot: int, positions: list[int]) -> list[int]:
 @pytest.mark.parametrize("num_passes", [1, 4])
 def test_a_first_pass_over_two_tokens(slots: Slots, num_passes: int, whole: bool) -> None:
     rows = torch.tensor(list(KNOWN), dtype=torch.int32, device=DEVICE)
-    flags = torch.ones(slots.dummy_block + 1, dtype=torch.bool, device=DEVICE) if whole else None
+    flags = torch.ones(slots.dummy_block + 1, dtype=torch.uint8, device=DEVICE) if whole else None
     draft_rows = DraftRows(rows, torch.full_like(rows, num_passes), num_passes, 70, Needs())
 
     def find() -> tuple[Passes, list[Found]]:
